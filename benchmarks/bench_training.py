@@ -34,7 +34,7 @@ from titan_muon.muon import Muon
 from titan_muon.tensors.process_groups import forget_meshes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
 
-OVERLAPS = ("none", "backward", "forward", "none")
+OVERLAPS = ("none", "forward", "none")
 """Compared values of `muon.overlap`: first the baseline, last the control."""
 QUIET = ("--validator.enable", "false", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false")
 WARM_UP = 2

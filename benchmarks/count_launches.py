@@ -33,7 +33,7 @@ compat.install()
 
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.launches import Launches
-from titan_muon import Expert, Muon
+from titan_muon import Muon
 from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.layout import Geometries
@@ -50,7 +50,6 @@ class Row:
     ranks: int
     expert_parallel: int
     overlap: str = "none"
-    split_over: int = 1
     replicas: int = 1
 
 
@@ -85,7 +84,7 @@ def _is_tensor(value: object) -> bool:
 def planned(row: Row) -> tuple[MetaModel, int]:
     """The plan of a row for GPUs, on the meta device, and the slowest rank of its modelled step."""
     flags = ["--parallelism.expert_parallel_degree", str(row.expert_parallel), "--machine.name", "h100x8"]
-    flags += ["--muon.expert.split_over", str(row.split_over), "--muon.overlap", row.overlap, "--qk_clip.mode", "off"]
+    flags += ["--muon.overlap", row.overlap, "--qk_clip.mode", "off"]
     flags += ["--parallelism.data_parallel_replicate_degree", str(row.replicas)]
     recipe = load(ROOT / f"configs/{row.model}_muon.toml", flags)
     meta = build_meta_model(recipe, row.ranks, "cuda")
@@ -133,7 +132,7 @@ def counted(row: Row) -> Counts:
     with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu(), fake_rank(row.ranks, rank):
         params = list(parameters_on(plan, meta.parameters, rank))
         with given(plan):
-            muon = Muon(params, expert=Expert(split_over=row.split_over))
+            muon = Muon(params)
             muon.step()
         calls = muon.engine.rank.exchange.traffic.calls
         with ListCounter() as counter:

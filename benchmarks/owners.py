@@ -26,9 +26,9 @@ def per_layer(plan: Plan, bucket: Bucket, matrix: int) -> int:
 def owned_by(plan: Plan, choose: Choose) -> Plan:
     """The plan with other owners of whole matrices, and unchanged buckets and rounds.
 
-    Raises ValueError for a plan without owners or with slices.
+    Raises ValueError for a plan without owners.
     """
-    if any(not bucket.owners for bucket in plan.buckets) or any(matrix.slice for matrix in plan.matrices):
+    if any(not bucket.owners for bucket in plan.buckets):
         raise ValueError("only whole matrices with owners can be given to other ranks; plan with exchange='all_to_all'")
     buckets = (
         replace(bucket, owners=tuple(bucket.group[choose(plan, bucket, matrix)] for matrix in bucket.matrices))

@@ -47,13 +47,13 @@ LINKS = ("gather", "send_back")
 
 def by_shape(plan: Plan, bucket: Bucket, matrix: int) -> int:
     """The matrices of each shape take the ranks in turn from the first rank on, as in stacks padded to the ranks."""
-    shape = plan.matrices[matrix].whole_shape
+    of = plan.matrices[matrix]
     matrices = sorted(
         number
         for other in plan.buckets
         if other.group == bucket.group
         for number in other.matrices
-        if plan.matrices[number].whole_shape == shape
+        if (plan.matrices[number].rows, plan.matrices[number].cols) == (of.rows, of.cols)
     )
     return matrices.index(matrix) % len(bucket.group)
 

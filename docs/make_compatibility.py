@@ -29,7 +29,6 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa
 
 from tests.machines import machine_file  # noqa: E402
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
-from titan_muon.features import overlap_of  # noqa: E402
 from titan_muon.options import EXPERT, Expert, MuonOptions, PlacementRule, Split, choices  # noqa: E402
 from titan_muon.tensors.process_groups import fake_world  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
@@ -54,7 +53,6 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "soap_freq": (5,),
     "replicas": ("redundant",),
     "ns_coefficients": ("polar_express",),
-    "split_over": (2, "auto"),
     "split": (
         (Split(match="*.up.weight", dims="(g f) d -> g | f d", lengths={"g": 2}),),
         (Split(match="*.up.weight", dims="f (d g) -> g | f d", lengths={"g": 2}),),
@@ -256,11 +254,8 @@ def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         yield written_as(subject), written_as(other), message
 
 
-SCALER = "GradScaler"
-
-
 def library_layouts() -> str:
-    """The options of Muon refused by some layouts and accepted by others, and the refusals of torch.amp.GradScaler."""
+    """The options of Muon refused by some layouts and accepted by others."""
     refusals: dict[Setting, dict[str, str]] = {}
     for name, layout in LAYOUTS.items():
         with warnings.catch_warnings(action="ignore"), fake_world(1 if name == ALONE else 8):
@@ -272,25 +267,13 @@ def library_layouts() -> str:
     for setting, messages in refusals.items():
         if not any(messages.values()) or all(messages.values()):
             continue
-        messages[SCALER] = scaler_refusal(setting)
         subject = written_as(setting)
         rows.setdefault(tuple("no" if message else "yes" for message in messages.values()), []).append(subject)
         reasons = {place: without_subject(setting, message) for place, message in messages.items() if message}
         refused += [(subject, place, reason) for place, reason in reasons.items()]
     reasons_table = table(("option", "refused under", "message"), merged(refused))
     cells = ((", ".join(subjects), *row) for row, subjects in rows.items())
-    return table(("option", *LAYOUTS, SCALER), cells) + "\n" + reasons_table
-
-
-def scaler_refusal(setting: Setting) -> str:
-    """The error of a step under torch.amp.GradScaler for an option; empty if the step accepts the option."""
-    overlap = overlap_of(MuonOptions(**dict([setting])))
-    try:
-        if overlap is not None:
-            overlap.check_scaler()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return table(("option", *LAYOUTS), cells) + "\n" + reasons_table
 
 
 RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {

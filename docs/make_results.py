@@ -18,7 +18,7 @@ LISTS = 13
 """Lists that have a piece in a step, so that a tensor in a list costs the host this share of a piece."""
 LAUNCH_US = 1e6 * MACHINES["h200x8"].host
 ENTRY_US = 1e6 * MACHINES["h200x8"].host_piece / LISTS
-KEYS = ("model", "ranks", "expert_parallel", "overlap", "split_over", "replicas")
+KEYS = ("model", "ranks", "expert_parallel", "overlap", "replicas")
 HEAD = """# Plans of published models: modelled steps
 
 `docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`, at the rates of each
@@ -36,7 +36,7 @@ HOST_COLUMNS = (
     "model",
     "ranks",
     "overlap",
-    "slices, replicas",
+    "replicas",
     "rank",
     "launches",
     "tensors in lists",
@@ -104,7 +104,7 @@ def launches() -> str:
         step = steps[tuple(row[key] for key in KEYS)]
         counts = f"{count.get('rank', '?')} | {count['launches']:,} | {count['entries']:,}"
         numbers = f"{counts} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
-        layout = f"{row['split_over']}, {row['replicas']}"
+        layout = f"{row['replicas']}"
         lines.append(f"| {row['model']} | {row['ranks']:,} | {row['overlap']} | {layout} | {numbers} |")
     return "\n".join(lines) + "\n"
 

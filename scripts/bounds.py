@@ -68,7 +68,7 @@ class Chain(NamedTuple):
 def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none") -> Counter[Chain]:
     """Matrices of buckets with owners, each with the owner nearest to the pieces.
 
-    With `overlap` the gather, or the return, may take no time in the step.
+    With `overlap` the return may take no time in the step.
     """
     groups = Counter[tuple[int, tuple[int, ...], bool]]()
     for bucket in buckets:
@@ -76,7 +76,7 @@ def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none"
             spreads = bucket.exchange == "hierarchical"
             groups.update((costs.pieces.kinds[matrix], bucket.group, spreads) for matrix in bucket.matrices)
     chain_counts = Counter[Chain]()
-    hidden: Mapping[Overlap, dict[str, float]] = {"none": {}, "backward": {"gather": 0.0}, "forward": {"scatter": 0.0}}
+    hidden: Mapping[Overlap, dict[str, float]] = {"none": {}, "forward": {"scatter": 0.0}}
     for (kind, group, spreads), count in groups.items():
         chain = _chain(kind, group, costs, spreads=spreads)
         chain_counts[chain._replace(**hidden[overlap])] += count

@@ -8,7 +8,7 @@
 - waits: mostly the gather of the first matrix and the return of the last.
 - least for whole matrices: lower bound if each matrix is orthogonalized on one rank. The rest is the planner's loss.
 - exposed: reduction of the step time with infinitely fast links.
-- hidden: gathers under `--overlap backward`, on the rank with most, or returns under `--overlap forward`.
+- hidden: returns under `--overlap forward`, behind the step.
 - tail: time after the last Newton-Schulz, the most that the next forward could hide, also as a share of a training step
 with `TOKENS` tokens at `TRAINING_FLOPS`.
 
@@ -89,7 +89,6 @@ class Numbers:
     model_ms: float
     seconds: float
     overlap: Overlap
-    split_over: int
     replicas: int
 
     @property
@@ -138,22 +137,18 @@ def plan_numbers(
     ranks: int,
     machine: str = "h100x8",
     expert_parallel: int | None = None,
-    split_over: int = 1,
     tensor_parallel: int = 1,
-    mode: str = "owner",
     overlap: Overlap = "none",
     replicas: int = 1,
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
-    `expert_parallel` defaults to EXPERT_PARALLEL. `split_over`, `overlap` and `mode` (`tensor_parallel`) are options of
-    Muon. `replicas`: HSDP's replicas.
+    `expert_parallel` defaults to EXPERT_PARALLEL. `overlap` is an option of Muon. `replicas`: HSDP's replicas.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     flags = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
-    flags += ["--muon.expert.split_over", str(split_over), "--muon.expert.tp_mode", mode]
     flags += ["--muon.overlap", overlap, "--parallelism.tensor_parallel_degree", str(tensor_parallel)]
-    # QK-clip does not change the plan and excludes some overlaps.
+    # QK-clip does not change the plan and excludes `forward`.
     flags += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
     recipe = load(ROOT / f"configs/{model}_muon.toml", flags)
     start = time.process_time()
@@ -190,7 +185,6 @@ def plan_numbers(
         model_ms=1e3 * model_seconds(model),
         seconds=seconds,
         overlap=overlap,
-        split_over=split_over,
         replicas=replicas,
     )
 
@@ -232,9 +226,7 @@ def main(
     ranks: tuple[int, ...] = RANKS,
     machine: str = "h100x8",
     expert_parallel: int | None = None,
-    split_over: int = 1,
     tensor_parallel: int = 1,
-    mode: str = "owner",
     overlap: Overlap = "none",
     replicas: int = 1,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
@@ -246,10 +238,8 @@ def main(
         ranks: world sizes.
         machine: a named machine, as `machine.name` of a recipe.
         expert_parallel: degree, by default as in real runs.
-        split_over: maximum number of ranks per matrix.
         tensor_parallel: degree.
-        mode: `muon.expert.tp_mode` of a recipe.
-        overlap: `backward` hides all gathers but the last; `forward` hides the last returns.
+        overlap: `forward` hides the last returns.
         replicas: HSDP replicas, each sharded over an equal share of the ranks.
         json_file: file for the numbers, with date, commit, machine and command.
     """
@@ -257,11 +247,7 @@ def main(
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(
-                plan_numbers(
-                    model, world, machine, expert_parallel, split_over, tensor_parallel, mode, overlap, replicas
-                )
-            )
+            numbers.append(plan_numbers(model, world, machine, expert_parallel, tensor_parallel, overlap, replicas))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         command = " ".join(["python scripts/plan_scale.py", *sys.argv[1:]])

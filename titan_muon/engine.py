@@ -27,10 +27,9 @@ from .orthogonalize import Dispatch
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.search.owners import with_state_ranks
-from .plan.search.tensor_parallel import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.pieces import components
-from .plan.terms.types import Layout, Plan, teams_in
+from .plan.terms.types import Layout, Plan
 from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
@@ -47,7 +46,7 @@ from .tensors.storage import TrainedParam, check_devices, device_of, storage_fau
 from .tensors.warning import warn
 
 if TYPE_CHECKING:
-    from .features.overlap import PassOverlap
+    from .features.forward import ForwardUpdates
 
 # --- from tensors to a plan ---
 
@@ -111,13 +110,7 @@ def plan_step(
     if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
         note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
         plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
-    if options.whole_freq > 1:
-        from .features.blocks import with_blocks
-
-        plan = with_blocks(plan, costs, options, dispatch.machine)
     check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
-    if options.tp_mode == "blockwise":
-        warn(f"{blocks_reason(parameters, plan.parameters)}; the other modes are exact")
     return plan
 
 
@@ -158,10 +151,8 @@ def report_of(
         "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
         "plan": plan.digest(),
     }
-    teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
     travelling, replica_groups = collective_ranks(plan, geometries)
-    exclusive = travelling if options.overlap == "backward" else set()
-    buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
+    buckets = tuple(sorted({*travelling, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, every=options.skips_missing)).values())))
     # From layouts, because all ranks, also outside a mesh, must create equal groups.
     existing = {all_ranks}
@@ -171,7 +162,6 @@ def report_of(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - existing)),
-        exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
         parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
         optional=optional,
@@ -198,7 +188,7 @@ def engine_of(
     collectives: Collectives,
     agreement: Agreement,
     states: MatrixStates,
-    overlap: PassOverlap | None,
+    overlap: ForwardUpdates | None,
     *,
     muon: Optimizer,
     others: Mapping[str, Reported],
@@ -239,11 +229,11 @@ class Engine:
     Attributes:
         rank: what this rank has of the plan.
         step: of gradients without a scale.
-        overlap: who starts and ends buckets, None for the step alone.
+        overlap: what ends the late buckets of a step. None: the step.
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: PassOverlap | None) -> None:
+    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: ForwardUpdates | None) -> None:
         self._algorithm, self.overlap = algorithm, overlap
         self._iterations = compared(rank.params)
         self._make(rank, states, None)
@@ -275,18 +265,15 @@ class Engine:
             )
         if overlap is not None:
             self.finish()
-            overlap.ready(self.step)
+            overlap.ready()
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
-            changed = Fault.NEWTON_SCHULZ_CHANGED in faults and self._parts.blocks is None
-            if changed and self._follow_coefficients():
+            if Fault.NEWTON_SCHULZ_CHANGED in faults and self._follow_coefficients():
                 faults, grads, moved = checked_inputs(self.rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)
                 faults = [Fault.HIGHEST_RATE_UNKNOWN if is_unknown else fault for is_unknown, fault in pairs]
-            if overlap is not None:
-                faults = overlap.faults(faults)
         if any(faults) or not rank.report.quiet():
             self.raise_pending(faults if alone else ())
         excluded = frozenset[int]()
@@ -313,19 +300,18 @@ class Engine:
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
         """Run a step. `scaling`: of this step alone."""
-        parts = self._parts if self._parts.blocks is None else self._parts.of_step(self._parts.blocks)
-        rank = parts.rank
+        rank = self.rank
         rank.buffers.memory.take()
-        parts.workspace.take()
+        self.workspace.take()
         rank.report.begin(gradients.grads)
         try:
-            (parts.step if scaling is None else parts.scaled(scaling)).run(gradients)
+            (self.step if scaling is None else self._parts.scaled(scaling)).run(gradients)
         except RuntimeError as error:
             rank.agreement.locate(error, rank.report.steps)
             raise
         with trace_range("tell"):
             rank.report.send()
-        parts.workspace.free()
+        self.workspace.free()
         if self.overlap is None or not self.overlap.holds_memory:
             rank.buffers.memory.free()
 
@@ -348,8 +334,6 @@ class Engine:
         if not any(reported):
             return
         own = reported[: len(self.rank.params)]
-        if self.overlap is not None:
-            self.overlap.on_faults()
         if self.offload is not None:
             # Momentum on the host is healed next.
             self.offload.synchronize()
@@ -371,23 +355,20 @@ class Engine:
             self.rank.report.add_late()
 
     def synchronize(self) -> None:
-        """End the last step, drop gathers launched in backward, and wait for transfers. Collective."""
+        """End the last step, and wait for transfers."""
         self.finish()
-        if self.overlap is not None:
-            self.overlap.drop(self.step)
         if self.offload is not None:
             self.offload.synchronize()
 
     def attach(self) -> None:
         """Let the overlap run this engine. Once all ranks have an engine, because an earlier one may stay in use."""
         if self.overlap is not None:
-            self.overlap.attach(self.rank, self.step.views)
+            self.overlap.attach(self.rank)
 
     def free(self) -> None:
         """Free the buffers until the next step, also with `keep_buffers`."""
-        for parts in filter(None, (self._parts, self._parts.blocks)):
-            parts.rank.buffers.memory.free(kept=True)
-            parts.workspace.free(kept=True)
+        self.rank.buffers.memory.free(kept=True)
+        self.workspace.free(kept=True)
 
     def warm_up(self) -> None:
         """Run the exchange once, without a step, in the allocated buffers. Collective."""

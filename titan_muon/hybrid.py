@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Never, Self
 
@@ -61,13 +60,6 @@ class ForwardsToParts:
             for name, optimizer in self.parts.optimizers.items()
             for group, current in zip(self.parts.groups[name], optimizer.param_groups, strict=True)
         }
-
-    @contextmanager
-    def overlap(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for muon in self._muons:
-                stack.enter_context(muon.overlap())
-            yield
 
     def finish_step(self) -> None:
         for muon in self._muons:
@@ -152,7 +144,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         assignments: the optimizer of each trained parameter, with the reason.
 
     A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
-    `"optimizer"`. Methods with the name of a method of `Muon`, such as `overlap`, `build` and `close`, do the same for
+    `"optimizer"`. Methods with the name of a method of `Muon`, such as `build` and `close`, do the same for
     the model's Muon. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
     AdamW's. State dicts have torch's format.
 

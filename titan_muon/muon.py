@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -130,7 +129,7 @@ class Muon(SkipsSteps, Optimizer):
     def build(self) -> Self:
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        Collective over `process_group`. `step`, `overlap`, `plan`, and `load_state_dict` call `build` if necessary.
+        Collective over `process_group`. `step`, `plan`, and `load_state_dict` call `build` if necessary.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
@@ -219,18 +218,8 @@ class Muon(SkipsSteps, Optimizer):
         if found_inf is not None:
             from .algorithms.scaling import scaling_of
 
-            if self.engine.overlap is not None:
-                self.engine.overlap.check_scaler()
             return scaling_of(found_inf, getattr(self, "grad_scale", None), device, skipped)
         return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
-
-    def overlap(self) -> AbstractContextManager[None]:
-        """Context for the last backward before a step. With `overlap = "backward"`, gathers start in this backward.
-
-        Collective. Leave gradients unchanged until the step.
-        """
-        overlap = self.engine.overlap
-        return nullcontext() if overlap is None else overlap.backward(self.engine.step)
 
     def finish_step(self) -> None:
         """Apply the updates that the last step left to the next forward (`overlap = "forward"`).
@@ -356,7 +345,7 @@ class Muon(SkipsSteps, Optimizer):
         self.engine.rebuild(params, self._options)
 
     def synchronize(self) -> None:
-        """Wait for momentum transfers and the last step's report, and drop gathers launched in backward."""
+        """Wait for momentum transfers and the last step's report."""
         if self._engine is not None:
             self._engine.synchronize()
             self._engine.rank.report.uncount_skipped()

@@ -13,14 +13,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from .ranges import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
-
-
-class OptionError(ValueError):
-    """An invalid `option` of Muon. `problem` includes the remedy."""
-
-    def __init__(self, option: str, problem: str) -> None:
-        super().__init__(f"{option} {problem}")
-        self.option, self.problem = option, problem
+from .ranges import OptionError as OptionError
+from .removed import refuse_removed, refuses_removed, removed_value
 
 
 def plural(count: int, noun: str) -> str:
@@ -104,7 +98,7 @@ Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
 OnBadGradient = Literal["error", "skip", "skip_missing", "skip_nonfinite"]
 """See `Expert.on_bad_gradient`."""
-Overlap = Literal["none", "backward", "forward"]
+Overlap = Literal["none", "forward"]
 StateDtype = Literal["parameter", "bfloat16"]
 
 SLOWEST_IN_BFLOAT16 = 0.99
@@ -127,7 +121,6 @@ NS_COEFFICIENTS = Constraint(
     f"{', '.join(get_args(CoefficientSet))}, or a list that is not empty",
     lambda value: isinstance(value, Sequence) and bool(value),
 )
-SPLIT_OVER = Constraint('1, 2, 4, 8 or "auto"', lambda value: value in (1, 2, 4, 8, "auto"))
 GIB = Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
 AdjustLrFn = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 ADJUST_LR_FN = Constraint(
@@ -136,6 +129,7 @@ ADJUST_LR_FN = Constraint(
 )
 
 
+@refuses_removed
 @dataclass(frozen=True, kw_only=True)
 class Expert:
     """Options that few runs set: `expert=Expert(...)` of Muon and Hybrid, `[muon.expert]` of a recipe."""
@@ -157,19 +151,6 @@ class Expert:
     """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
     sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`
     replica."""
-
-    split_over: Annotated[int | Literal["auto"], SPLIT_OVER] = 1
-    """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
-
-    tp_mode: Literal["owner", "distributed", "blockwise"] = "owner"
-    """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group
-    of the axis; or inexactly `blockwise`, each shard as a separate matrix."""
-
-    whole_freq: Annotated[int, COUNT] = 1
-    """Orthogonalize whole matrices in every n-th step, and else what a rank stores (MuonBP, arXiv:2510.16981)."""
-
-    block_lr_scale: Annotated[float, POSITIVE] = 1.0
-    """Factor on the learning rate of parameters in parts, in the steps between those of `whole_freq`."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
@@ -290,8 +271,7 @@ class StepOptions:
     """Dtype of the momentum. `int8` has a float32 scale for each 64 elements of a row, and rounds stochastically."""
 
     overlap: Overlap = "none"
-    """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
-    apply the last results during the next forward, before each layer."""
+    """`forward`: return and apply the last results of a step during the next forward, before each layer."""
 
     split: tuple[Split, ...] = ()
     """How to cut parameters into several matrices; the first match counts."""
@@ -322,7 +302,7 @@ class MuonOptions(StepOptions, Hyperparameters, Expert):
     @property
     def counts_steps(self) -> bool:
         """Whether a step needs its number, besides for stochastic rounding."""
-        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8" or self.whole_freq > 1
+        return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
 
     @property
     def skips(self) -> bool:
@@ -370,7 +350,8 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise OptionError for the first invalid value of an option of `table`. `prefix`: before the option's name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
-            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
+            problem = f"= {values[name]!r} is not one of {', '.join(accepted)}"
+            raise OptionError(prefix + name, removed_value(name, values[name]) or problem)
     for name, constraint, takes_none in constraints(table):
         try:
             holds = name not in values or (takes_none and values[name] is None) or constraint.holds(values[name])
@@ -389,7 +370,6 @@ OTHER_NAMES = MappingProxyType(
         "buffer_bytes": "buffer_gib",
         "owners": "exchange",
         "soap_every": "soap_freq",
-        "tensor_parallel": "tp_mode",
     }
 )
 """Options by names that users try or earlier versions had, and that differ too much for a suggestion by letters."""
@@ -398,6 +378,7 @@ OTHER_NAMES = MappingProxyType(
 def muon_options(unknown: Iterable[str], expert: Expert, **keywords: Any) -> MuonOptions:
     """The options from Muon's keywords. Raises TypeError for an unknown keyword, and OptionError as `MuonOptions`."""
     for name in unknown:
+        refuse_removed([name])
         match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, (*KEYWORDS, *EXPERT), 1)), None)
         hint = f" Did you mean {_written(match)}?" if match else ""
         raise TypeError(f"Muon has no keyword {name}.{hint} It takes {', '.join(KEYWORDS)}.")
@@ -409,6 +390,7 @@ def muon_options(unknown: Iterable[str], expert: Expert, **keywords: Any) -> Muo
 def refuse_hybrid_keywords(unknown: Iterable[str]) -> None:
     """Raise TypeError for an unknown keyword of Hybrid, with the place that takes it."""
     for name in unknown:
+        refuse_removed([name])
         if (match := OTHER_NAMES.get(name, name)) in EXPERT:
             raise TypeError(f"Hybrid has no keyword {name}; write {_written(match)}, with titan_muon.Expert")
         table = "muon" if name in KEYWORDS else "adamw"

@@ -48,3 +48,11 @@ POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
 FRACTION = below(0, 1)
 SWITCH = Constraint('a boolean or "auto"', (True, False, "auto").__contains__)
 TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
+
+
+class OptionError(ValueError):
+    """An invalid `option` of Muon. `problem` includes the remedy."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(f"{option} {problem}")
+        self.option, self.problem = option, problem

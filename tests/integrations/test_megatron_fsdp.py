@@ -37,7 +37,7 @@ def test_weights_are_those_of_one_process_before_and_after_fsdp2(ranks: int, kin
 
 def test_calls_that_would_be_wrong_are_refused_by_name(tmp_path: Path) -> None:
     found = run(4, "refusals", tmp_path)
-    assert "overlap = 'backward' has no hooks in a model of Megatron-FSDP; set 'none'" in found["overlap"]
+    assert "overlap = 'forward' has no hooks in a model of Megatron-FSDP; set 'none'" in found["overlap"]
     assert "follow_megatron_fsdp(optimizer, model) before the first step" in found["zeros"]
     assert "all gradients of the first step are zero, as fully_shard_optimizer" in found["zeros after"]
     assert found["weights"] == "unchanged"

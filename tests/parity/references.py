@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from math import prod
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.parity.layouts import Layout, assembled, drawn, matrices, placed, shape_of
+from tests.parity.layouts import assembled, drawn, matrices
 from tests.reference_muon import ReferenceMuon
 from tests.reference_soap import ReferenceSoap
-from tests.shared import local, muon_keywords
+from tests.shared import muon_keywords
 from titan_muon import Muon
 
 LR = 0.02
@@ -187,56 +186,6 @@ class OneProcess:
 
     def states(self, name: str) -> dict[str, Tensor]:
         return dict(self.muon.state[self.params[name]])
-
-
-class InBlocks:
-    """torch.optim.Muon, which in all but every `whole_freq`-th step trains the parts of a matrix that ranks store.
-
-    `layouts`: by name of the parameter.
-    """
-
-    def __init__(self, names: list[str], options: Options, layouts: Mapping[str, Layout]) -> None:
-        self.options = dict(options)
-        self.freq, self.scale = self.options.pop("whole_freq"), self.options.pop("block_lr_scale", 1.0)
-        self.weights = {name: matrices(name, drawn(name, 0)) for name in names}
-        self.momentum = {name: [torch.zeros_like(part) for part in parts] for name, parts in self.weights.items()}
-        self.parts = {name: [*stored_parts(name, layouts[name])] for name in names}
-
-    def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
-        assert not left_out
-        whole = number % self.freq == 0
-        for name, parts in self.parts.items():
-            in_parts = any(not (rows.all() and cols.all()) for of in parts for rows, cols in of)
-            lr = LR * RATES[number] * (self.scale if in_parts and not whole else 1.0)
-            gradients = matrices(name, grads[name])
-            for index, weight in enumerate(self.weights[name]):
-                everything = [torch.ones(size, dtype=torch.bool) for size in weight.shape]
-                for rows, cols in [everything] if whole else parts[index]:
-                    block = rows.nonzero(), cols.nonzero().T
-                    param = nn.Parameter(weight[block])
-                    muon = torch.optim.Muon([param], **{"lr": lr, "adjust_lr_fn": "match_rms_adamw", **self.options})
-                    muon.state[param]["momentum_buffer"] = self.momentum[name][index][block]
-                    param.grad = gradients[index][block]
-                    muon.step()
-                    weight[block] = param.detach()
-                    self.momentum[name][index][block] = muon.state[param]["momentum_buffer"]
-
-    def weight(self, name: str) -> Tensor:
-        return assembled(name, self.weights[name])
-
-    def states(self, name: str) -> dict[str, Tensor]:
-        return {"momentum_buffer": assembled(name, self.momentum[name])}
-
-
-def stored_parts(name: str, layout: Layout) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """For each matrix, the rows and columns of its different parts on the ranks."""
-    numbers = torch.arange(prod(shape_of(name))).view(shape_of(name))
-    stored: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stored, numbers.flatten() if layout.owned else local(placed(numbers, layout)).flatten())
-    for matrix in matrices(name, numbers):
-        held = [torch.isin(matrix, indices) for indices in stored]
-        parts = {(tuple(of.any(1).tolist()), tuple(of.any(0).tolist())) for of in held if of.any()}
-        yield [(torch.tensor(rows), torch.tensor(cols)) for rows, cols in sorted(parts)]
 
 
 REFERENCES: dict[str, Callable[..., Reference]] = {

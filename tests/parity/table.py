@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.machines import machine_file
-from tests.parity.layouts import BLOCKS, FUSED, MATRICES, ODD, STACKS
+from tests.parity.layouts import FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
 
@@ -13,9 +13,6 @@ SLOW = machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_u
 """Slow links, for plans with several buckets in flight."""
 SLOW_NETWORK = machine_file(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 """Slow traffic between replicas, for hierarchical returns."""
-SLOW_COMPUTE = machine_file(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0)
-"""Slow compute, for matrices that several ranks share."""
-
 ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")
 TWO = ("plain", "replicated", "fsdp", "tp columns")
 FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies", "ep x rows", "plain", "replicated")
@@ -28,7 +25,6 @@ LINES = ("fsdp", "hsdp", "fsdp x tp rows", "plain")
 
 Options = dict[str, Any]
 SEVERAL: Options = {"buffer_gib": 6_000 / 2**30}
-BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 KEPT: Options = {"state": "owner"}
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
@@ -36,17 +32,7 @@ SKIP: Options = {"on_bad_gradient": "skip"}
 GATHERED: Options = {"exchange": "all_gather"}
 REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
-SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
-
 NOT_FINITE = "gradient or momentum was not finite"
-
-HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
-"""A NaN in one slice of every matrix, which is then skipped whole."""
-
-BAD_SLICE: Options = {"options": SLICED, "gradients": {2: ("a", torch.nan)}, "error": ("layers.0.a", NOT_FINITE)}
-"""A NaN that a single owner of a slice sees."""
-
-HELD_SLICES: Options = {"options": SLICED, "math": {"idle": "hold"}, "gradients": {1: ("a", 0.0)}}
 
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
@@ -70,7 +56,6 @@ MUONH_AND_MUON: Options = {
     "close": 1e-4,
 }
 ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
-IN_BLOCKS: Options = {"reference": "blocks", "math": {"whole_freq": 3, "block_lr_scale": 0.5}, "steps": 5}
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
 IN_MODULES: Options = {"layouts": MODULES, "sharded": True}
@@ -154,15 +139,6 @@ def options() -> list[Row]:
             row(f"splits, {name}", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), options=options)
             for name, options in exchanges.items()
         ),
-        row("slices", layouts=MODULES[:3], shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
-        row("slices, nan skipped", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HURT_SLICE),
-        row("slices, nan raises", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **BAD_SLICE),
-        row("slices held", layouts=MODULES[:3], shapes=(*BLOCKS,), proof="slices", **CLOSE, **HELD_SLICES),
-        row("slices, columns", 2, ("tp columns",), shapes=(*BLOCKS,), options=SLICED, proof="slices", **CLOSE),
-        *(
-            row(f"distributed, {layout}", layouts=(layout,), shapes=EVEN, options=DISTRIBUTED, **CLOSE)
-            for layout in ("tp rows", "tp columns", "fsdp x tp rows", "fsdp x tp columns")
-        ),
         *(
             row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
             for kernel in ("auto", "standard", "gram")
@@ -194,17 +170,12 @@ def ranges() -> list[Row]:
         row("ranges, offloaded and reloaded", layouts=four[:3], between={0: "move_to_host", 1: "reload"}),
         row("ranges, nan raises", layouts=four[:3], **nan),
         row("ranges, missing raises", layouts=four[:3], **missing),
-        row("ranges, distributed", layouts=four[4:5], shapes=EVEN, options=DISTRIBUTED, **CLOSE),
     ]
-
-
-DISTRIBUTED: Options = {**FLOAT32, "tp_mode": "distributed"}
 
 
 def overlaps() -> list[Row]:
     """Communication behind compute, in modules of FSDP2 and without modules."""
     small: Options = {"layouts": ("fsdp", "fsdp"), "sharded": True, "proof": "several buckets"}
-    backward: dict[str, Options] = {"reduced": REDUCED, "released": {"release_grads": True}, "skip": SKIP}
     forward: dict[str, Options] = {
         "gathered": GATHERED,
         "reduced": REDUCED,
@@ -213,19 +184,13 @@ def overlaps() -> list[Row]:
         "skip": SKIP,
         "offloaded state": {"offload": "state"},
     }
-    network, backward_network = ({**overlap, "machine": SLOW_NETWORK} for overlap in (FORWARD, BACKWARD))
+    network = {**FORWARD, "machine": SLOW_NETWORK}
     return [
         row("modules", **IN_MODULES),
         row("modules, 2 ranks", 2, ("fsdp", "owned"), sharded=True),
         row("modules owned", layouts=("owned", "owned, hsdp"), sharded=True),
         row("modules under DDP", 2, ("plain",), sharded=True),
         row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
-        row("backward", options=BACKWARD, proof="several buckets", **IN_MODULES),
-        row("backward, 2 ranks", 2, options={**BACKWARD, "buffer_gib": 4_000 / 2**30}, **small),
-        row("backward beside owned", 2, ("fsdp", "owned"), options=BACKWARD, sharded=True),
-        row("backward without modules", layouts=SHARDED, options=BACKWARD, proof="several buckets"),
-        *(row(f"backward, {name}", options={**BACKWARD, **more}, **IN_MODULES) for name, more in backward.items()),
-        row("backward, hierarchical", layouts=("hsdp",), sharded=True, options=backward_network, proof="hierarchical"),
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
         row("forward, 2 ranks", 2, options={**FORWARD, "buffer_gib": 4_000 / 2**30}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
@@ -265,7 +230,6 @@ def faults() -> list[Row]:
         "": ({}, {}),
         ", several buckets": ({}, SEVERAL),
         ", state owner": ({}, KEPT),
-        ", backward": ({"layouts": SHARDED}, BACKWARD),
         ", forward": (IN_MODULES, FORWARD),
     }.items():
         for name, (change, text) in changes.items():
@@ -312,15 +276,8 @@ def algorithms() -> list[Row]:
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
     return [
         *(row(name, math=math) for name, math in torchs.items()),
-        row("blocks", layouts=(*FOUR, "owned"), **IN_BLOCKS),
-        row("blocks, several meshes", layouts=("first ranks", "all but one", "every other"), shapes=FEW, **IN_BLOCKS),
-        row("blocks, kept buffers", options={**SEVERAL, "keep_buffers": True}, **IN_BLOCKS),
-        row("blocks, splits", layouts=(*MODULES, "tp columns"), shapes=(*FUSED,), **IN_BLOCKS),
-        row("blocks, saved", between={0: "swap_data", 1: "new_optimizer", 3: "swap_and_rebuild"}, **IN_BLOCKS),
-        row("blocks, scaler", layouts=SHARDED, scaler="scaled", **IN_BLOCKS),
         row("schedule", layouts=(*MIXED, "owned"), **schedule),
         row("schedule, skip", options=SKIP, gradients={1: ("experts", torch.nan)}, **schedule),
-        row("schedule, backward", options=BACKWARD, **schedule, **IN_MODULES),
         row("schedule, forward", options=FORWARD, **schedule, **IN_MODULES),
         row("schedule, scaler", layouts=("hsdp",), scaler="scaled", **schedule),
         *(row(name, layouts=(*MIXED, "owned"), math=math, reference="paper") for name, math in papers.items()),
@@ -329,9 +286,7 @@ def algorithms() -> list[Row]:
         row("normuon, 8 ranks", 8, EIGHT, **NORMUON),
         row("normuon, splits", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), close=1e-4, **NORMUON),
         row("normuon, forward", options=FORWARD, **NORMUON, **IN_MODULES),
-        row("normuon, backward", options=BACKWARD, **NORMUON, **IN_MODULES),
         row("normuon of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON),
-        row("adamuon, backward", options=BACKWARD, **signs, **IN_MODULES),
         row(
             "adamuon of a nan",
             options={"on_bad_gradient": "skip_nonfinite"},
@@ -346,7 +301,6 @@ def algorithms() -> list[Row]:
         row("soap, several buckets", options={"buffer_gib": 20_000 / 2**30}, proof="several buckets", **SOAP),
         row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
-        row("soap, backward", options=BACKWARD, **SOAP, **IN_MODULES),
         row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan), 2: ("experts", torch.nan)}, **SOAP),
         row("soap of a missing gradient", options=SKIP, gradients={1: ("experts", DROP)}, **SOAP),
         row("soap, nan raises", gradients={2: ("tall", torch.nan)}, error=("layers.0.tall",), **SOAP),
@@ -373,7 +327,6 @@ def algorithms() -> list[Row]:
             **NORMUON_AND_SOAP,
         ),
         row("normuon and soap, forward", options=FORWARD, **NORMUON_AND_SOAP, **IN_MODULES),
-        row("normuon and soap, backward", options=BACKWARD, **NORMUON_AND_SOAP, **IN_MODULES),
         row("normuon and soap of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON_AND_SOAP),
         row("normuon and soap, scaler", layouts=("hsdp",), scaler="scaled", **NORMUON_AND_SOAP),
         row("normuon and soap, reload", between={0: "reload", 1: "new_optimizer"}, **NORMUON_AND_SOAP),
@@ -389,7 +342,6 @@ def algorithms() -> list[Row]:
         row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),
         row("bfloat16 weights, redundant", 2, TWO[:3], options={"replicas": "redundant"}, **BFLOAT16, **ALONE),
         row("bfloat16 weights, several buckets", options={**SEVERAL, **KEPT}, reference="twin", **BFLOAT16),
-        row("bfloat16 weights, backward", options=BACKWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 weights, forward", options=FORWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
         row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
@@ -404,7 +356,6 @@ def algorithms() -> list[Row]:
         ),
         row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
         row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
-        row("int8 momentum, backward", layouts=MODULES[:3], sharded=True, options=BACKWARD, **eight),
         row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),
     ]
 
@@ -459,7 +410,6 @@ def actions() -> list[Row]:
         row("freeze and thaw, normuon", between=frozen, **NORMUON),
         row("reload, state owner", options=KEPT, between={0: "reload", 1: "swap_data"}),
         row("reload, forward", options=FORWARD, between={0: "reload", 1: "check"}, **IN_MODULES),
-        row("swap data, backward", layouts=SHARDED, options=BACKWARD, between={0: "swap_data", 1: "swap_and_rebuild"}),
         *(row(f"scaler, forward, {how}", options=FORWARD, scaler=how, **IN_MODULES) for how in how_scaled),
         row("closure", closure=True),
         row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),

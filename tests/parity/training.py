@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
-from tests.parity.references import LR, RATES, REFERENCES, InBlocks, Options, Reference, groups
+from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
 from titan_muon.tensors.dtensor import copy_rows, own_rows
@@ -190,14 +189,11 @@ class Training:
         return {name: grad * self.scaler.scale(torch.ones(())).item() for name, grad in grads.items()}
 
     def _set(self, grads: Mapping[str, Tensor], absent: set[str]) -> None:
-        overlaps = self.row.options.get("overlap", "none")
-        if self.row.sharded or overlaps == "backward":
+        if self.row.sharded:
             # Two microbatches.
             half = {name: grad / 2 for name, grad in grads.items()}
-            for context in (nullcontext(), self.muon.overlap() if overlaps == "backward" else nullcontext()):
-                loss = self.forward({n: g for n, g in half.items() if n not in absent or self.row.sharded})
-                with context:
-                    loss.backward()
+            for _ in range(2):
+                self.forward(half).backward()
         else:
             for name, param in self.params.items():
                 param.grad = self._grad(name, grads[name].to(param.dtype))
@@ -323,7 +319,6 @@ PROOFS: dict[str, Callable[[Muon], bool]] = {
     "several buckets": lambda muon: len(muon.plan.buckets) > 2,
     "hierarchical": lambda muon: "hierarchical" in {bucket.exchange for bucket in muon.plan.buckets},
     "batches": lambda muon: any(work.batch > 1 for work in muon.plan.works),
-    "slices": lambda muon: any(matrix.slice is not None for matrix in muon.plan.matrices),
 }
 
 
@@ -370,8 +365,6 @@ def reference_of(row: Row, names: list[str]) -> Reference:
     """A new reference of a row."""
     if row.reference == "twin":
         return Twin(row)
-    if row.reference == "blocks":
-        return InBlocks(names, row.math, {name: LAYOUTS[row.layout_of(name)] for name in names})
     return REFERENCES[row.reference](
         names, row.math, row.groups, row.ns_dtype if row.reference in ("paper", "groups") else row.dtype
     )

@@ -214,13 +214,14 @@ def test_a_rule_with_an_owner_places_an_owner_in_every_replica(dry_run: DryRun) 
     assert dry_run("llama_muon", 4, *words)[0] == dry_run("llama_muon", 4, *words, *each)[0]
 
 
-@pytest.mark.parametrize(("overlap", "part"), [("backward", "gathers"), ("forward", "results and updates")])
-def test_the_report_has_the_exchange_hidden_in_a_pass(overlap: str, part: str, dry_run: DryRun) -> None:
-    _, printed = dry_run("llama3_8b_muon", 64, "--muon.overlap", overlap)
+def test_the_report_has_the_exchange_hidden_in_a_pass(dry_run: DryRun) -> None:
+    _, printed = dry_run("llama3_8b_muon", 64, "--muon.overlap", "forward")
     number = r"([\d.,]+) ms"
-    line = rf"in {overlap} +{number} of {part} are hidden .*; in the step {number} of the exchange stay exposed"
-    ((hidden, exposed),) = re.findall(line, printed)
-    assert float(hidden) > 0 < float(exposed)
+    line = (
+        rf"in forward +{number} of results and updates are hidden .*; in the step {number} of the exchange stay exposed"
+    )
+    ((late, exposed),) = re.findall(line, printed)
+    assert float(late) > 0 < float(exposed)
 
 
 def test_a_package_may_bring_another_placement(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,16 +311,6 @@ def test_offloaded_parameters_count_on_the_host_and_two_loads_count_on_the_devic
     # Momentum in bfloat16 with the gradient, and of AdamW's both averages, the parameter and the gradient.
     assert memory["optimizer_states"] == max(2 * (2 + 4) * cost["bucket_elements"], 2 * 16 * elements["adamw"])
     assert re.search(r"host gradients +[\d.,]+ MiB\n +host states", printed)
-
-
-def test_the_overhead_counts_steps_on_what_a_rank_stores(dry_run: DryRun) -> None:
-    milliseconds = []
-    for freq in ("1", "5"):
-        _, printed = dry_run("qwen3_8b_muon", 64, "--muon.expert.whole_freq", freq)
-        shown = re.search(r"% of the step over AdamW .*: ([\d.]+) ms instead", printed)
-        assert shown is not None
-        milliseconds.append(float(shown.group(1)))
-    assert milliseconds[1] < milliseconds[0] / 2
 
 
 def test_the_dry_run_reports_uncounted_states_of_a_third_party_optimizer(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 from random import Random
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -18,14 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.machines import rates
 from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
-from titan_muon.plan.terms.machine import (
-    MachineRates,
-    Work,
-    sliced_elements,
-    standard_elements,
-    standard_flops,
-    team_cost,
-)
+from titan_muon.plan.terms.machine import MachineRates, Work, standard_elements, standard_flops
 from titan_muon.plan.terms.types import (
     Bucket,
     Cut,
@@ -41,7 +33,6 @@ from titan_muon.plan.terms.types import (
     Separate,
     Shard,
     StridedShard,
-    teams_in,
 )
 from titan_muon.tensors.matrices import stack_of
 
@@ -69,14 +60,6 @@ MACHINES = (
     rates(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
 REPLICAS = ("split", "redundant")
-# The modes of tensor parallelism, and the options of each mode.
-MODES: dict[str, dict[str, Any]] = {
-    "owner": {},
-    "distributed": {"replicas": "split", "split_over": 1},
-    "blockwise": {},
-}
-# Products take a second per FLOP, and links no time: ranks share matrices with an indivisible count.
-SLICING = rates(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
 
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
@@ -118,12 +101,11 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh) -> Layout:
     dim = st.sampled_from([None, *range(len(shape)), 0])
     dims = draw(st.lists(dim, min_size=axes, max_size=axes))
     strided = draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
-    cutting = [axis for axis, dim in enumerate(dims) if dim is not None and mesh.shape[axis] > 1]
     layout = placed(shape, mesh, dims, strided)
     if draw(st.integers(0, 5)) == 0:
         separate = (Separate() if p == Replicate() else p for p in layout.placements)
         layout = replace(layout, placements=tuple(separate))
-    return replace(layout, tensor_parallel=draw(st.sampled_from(cutting))) if cutting else layout
+    return layout
 
 
 @st.composite
@@ -222,18 +204,14 @@ def parameter_of(name: str, shape: tuple[int, ...], mesh: Mesh, *placements: Pla
 BATCH = 3
 
 
-def work(parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work:
-    """The standard iteration in bfloat16, on up to three matrices at a time, or on one slice of a matrix."""
-    flops = standard_flops(rows, cols, 5) // slices
-    if slices == 1:
-        return Work("standard", flops, "", BATCH, 2 * standard_elements(rows, cols))
-    team = team_cost(min(rows, cols), slices, (1,) * 5, 2)
-    return Work(f"standard / {slices}", flops, "", 1, 2 * sliced_elements(rows, cols, slices), team=team)
+def work(parameter: int, rows: int, cols: int) -> Work:
+    """The standard iteration in bfloat16, on up to three matrices at a time."""
+    return Work("standard", standard_flops(rows, cols, 5), "", BATCH, 2 * standard_elements(rows, cols))
 
 
-def mixed_work(parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+def mixed_work(parameter: int, rows: int, cols: int) -> Work:
     """Every second parameter travels in float32."""
-    return replace(work(parameter, rows, cols, slices), wire_bytes=2 + 2 * (parameter % 2))
+    return replace(work(parameter, rows, cols), wire_bytes=2 + 2 * (parameter % 2))
 
 
 def plan_of(parameters: Sequence[Parameter], machine: MachineRates | None = None, **options: object) -> Plan:
@@ -257,25 +235,17 @@ def plans(
     """Plans of `make_plan`; with `cut`, half of the plans have matrices in random buckets, with random owners."""
     parameters = draw(parameter_lists())
     exchange = draw(st.sampled_from(exchanges))
-    # In half of the plans several ranks may share a matrix, and some matrix sets the step's end.
-    slices = exchange != "all_gather" and draw(st.booleans())
-    if slices:
+    # In half of the plans some matrix sets the step's end.
+    if draw(st.booleans()):
         parameters += draw(large(parameters[0].layout.mesh))
-    machine = SLICING if slices else draw(st.sampled_from(MACHINES))
+    machine = draw(st.sampled_from(MACHINES))
     options = MuonOptions(
         exchange=exchange,
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
-        split_over=draw(st.sampled_from((2, 4, 8))) if slices else 1,
         buffer_gib=draw(st.sampled_from(["auto", 256 / 2**30, 1024 / 2**30, 4096 / 2**30])),
         overlap=draw(st.sampled_from(overlaps)),
     )
-    mode = draw(st.sampled_from(("owner", *MODES)))
-    if mode == "distributed":
-        # Random shapes likely have a side without a divisor in the ranks.
-        parameters = draw(large(parameters[0].layout.mesh))
-    wanted = replace(options, tp_mode=mode, **MODES[mode])
-    smaller = (replace(choice, buffer_gib="auto") for choice in (wanted, options))
-    plan = first_plan(parameters, machine, wanted, *smaller)
+    plan = first_plan(parameters, machine, options, replace(options, buffer_gib="auto"))
     if draw(st.booleans()):
         plan = hierarchical(plan)
     if cut and draw(st.booleans()):
@@ -284,7 +254,7 @@ def plans(
 
 
 def first_plan(parameters: Sequence[Parameter], machine: MachineRates, *options: MuonOptions) -> Plan:
-    """A plan of the first accepted options: buffers may be too small, or tensor parallelism absent."""
+    """A plan of the first accepted options: buffers may be too small."""
     for choice in options[:-1]:
         try:
             return make_plan(parameters, mixed_work, choice, machine)
@@ -295,8 +265,6 @@ def first_plan(parameters: Sequence[Parameter], machine: MachineRates, *options:
 
 def hierarchical(plan: Plan) -> Plan:
     """The plan with results spread over replicas by all-gathers, wherever the planner may choose so."""
-    if any(matrix.slice is not None for matrix in plan.matrices):
-        return plan
     chosen = (replace(b, exchange="hierarchical") if b.exchange == "all_to_all" else b for b in plan.buckets)
     return replace(plan, buckets=tuple(chosen))
 
@@ -305,16 +273,13 @@ def recut(plan: Plan, random: Random) -> Plan:
     """The plan with matrices in random buckets, orders, owners and buffer sets. Every such plan must run."""
     buckets = []
     for bucket in plan.buckets:
-        wholes = [index for index in bucket.matrices if _slices(plan, index)[0] == index]
+        wholes = list(bucket.matrices)
         random.shuffle(wholes)
         while wholes:
             count = random.randint(1, min(3, len(wholes)))
             chosen, wholes = wholes[:count], wholes[count:]
-            # All slices of a matrix are in one bucket, on as many random ranks.
-            pairs = [pair for index in chosen for pair in _owned(plan, index, bucket, random)]
-            random.shuffle(pairs)
-            owners = tuple(owner for _, owner in pairs) if bucket.owners else ()
-            buckets.append(Bucket(bucket.exchange, bucket.group, tuple(index for index, _ in pairs), owners))
+            owners = tuple(random.choice(bucket.group) for _ in chosen) if bucket.owners else ()
+            buckets.append(Bucket(bucket.exchange, bucket.group, tuple(chosen), owners))
     if not buckets:
         return plan
     random.shuffle(buckets)
@@ -324,25 +289,8 @@ def recut(plan: Plan, random: Random) -> Plan:
     return replace(plan, buckets=numbered, buffer_sets=random.randint(1, 5))
 
 
-def _slices(plan: Plan, index: int) -> list[int]:
-    """The numbers of all slices of the matrix with number `index`, or of the matrix of slice `index`."""
-    part = plan.matrices[index].slice
-    return [index] if part is None else [index - part.place + place for place in range(part.count)]
-
-
-def _owned(plan: Plan, index: int, bucket: Bucket, random: Random) -> list[tuple[int, int]]:
-    """An owner for each slice of a matrix."""
-    numbers = _slices(plan, index)
-    return list(zip(numbers, sorted(random.sample(bucket.group, len(numbers))), strict=True))
-
-
 def ranks_of(plan: Plan) -> list[int]:
     return sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})
-
-
-def teams(plan: Plan) -> list[tuple[int, ...]]:
-    """The owners of each sliced matrix."""
-    return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
 
 
 def torch_local(layout: Layout, coordinate: Sequence[int], full: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from tests.shared import muon_keywords
-from titan_muon import Muon, options
+from titan_muon import Hybrid, Muon, options
 from titan_muon.options import (
     EXPERT,
     HYPERPARAMETERS,
@@ -145,3 +146,21 @@ def test_absent_options_are_not_checked() -> None:
     check(Hyperparameters, {"momentum": 0.9})
     with pytest.raises(OptionError, match="momentum"):
         check(Hyperparameters, {"momentum": -0.9})
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (
+            lambda: Muon([("w", Parameter(torch.zeros(4, 4)))], overlap="backward"),
+            "overlap = 'backward' was removed: .*set 'forward'",
+        ),
+        (lambda: Expert(split_over=2), "split_over was removed: .*leave it out"),  # type: ignore[call-arg]
+        (lambda: Hybrid(nn.Linear(4, 4), tp_mode="owner"), "tp_mode was removed: .*leave it out"),  # type: ignore[arg-type]
+        (lambda: Expert(whole_freq=5), "whole_freq was removed: .*leave it out"),  # type: ignore[call-arg]
+        (lambda: Muon([], block_lr_scale=0.5), "block_lr_scale was removed with whole_freq"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_was_removed_is_refused_with_what_to_do_instead(value: Any, problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        value()

@@ -8,8 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from tests.shared import muon_keywords
@@ -78,17 +76,6 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
 
 
 SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
-BESIDE_BLOCKS: dict[str, Any] = {
-    "overlap": "backward",
-    "offload": "state",
-    "state": "owner",
-    "state_dtype": "int8",
-    "on_bad_gradient": "skip",
-    "idle": "hold",
-    "split_over": 2,
-    "fused": True,
-    "decay_follows_lr": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -119,16 +106,6 @@ BESIDE_BLOCKS: dict[str, Any] = {
         ({"algorithm": ["normuon", "normuon"]}, "it takes a name, or a list of different names"),
         ({"algorithm": []}, "it takes a name, or a list of different names"),
         ({"algorithm": ["normuon", "soup"]}, "algorithm = 'soup' is unknown; did you mean 'soap'"),
-        ({"block_lr_scale": 0.5}, "block_lr_scale = 0.5 has no effect without whole_freq; set both, or neither"),
-        ({"whole_freq": 0}, "whole_freq = 0 is not accepted"),
-        (
-            {"whole_freq": 5, "algorithm": "normuon"},
-            "whole_freq = 5 is of the algorithm 'muon', and there is 'normuon'",
-        ),
-        *(
-            ({"whole_freq": 5, key: value}, f"{key} = {value!r} excludes whole_freq")
-            for key, value in BESIDE_BLOCKS.items()
-        ),
         ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
     ],
 )
@@ -136,12 +113,6 @@ def test_options_without_a_use_in_the_rule_are_refused(options: dict[str, Any], 
     with pytest.raises(OptionError) as refused:
         Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(**options)).build()
     assert message in str(refused.value)
-
-
-def test_whole_freq_without_a_part_of_a_matrix_is_said_to_have_no_effect() -> None:
-    muon = Muon([("w", nn.Parameter(torch.ones(16, 24)))], expert=Expert(whole_freq=2, block_lr_scale=0.5))
-    assert muon.plan.blocks is None
-    assert "whole_freq = 2 has no effect" in muon.plan.reason
 
 
 def matrices(seed: int, *groups: dict[str, Any]) -> list[dict[str, Any]]:
@@ -344,12 +315,3 @@ def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(registry.algorithms._values, "refusing", Refusing)
     with pytest.raises(OptionError, match="nesterov is not for this rule"):
         Muon([("w", nn.Parameter(torch.eye(16)))], algorithm="refusing")
-
-
-@pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("mode", ["distributed", "blockwise"])
-def test_an_algorithm_with_a_state_refuses_a_matrix_without_an_owner_of_the_whole(mode: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    param = nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="algorithm = 'normuon' needs whole matrices"):
-        Muon([("w", param)], algorithm="normuon", expert=Expert(tp_mode=mode)).build()

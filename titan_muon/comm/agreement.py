@@ -37,9 +37,8 @@ class PlanReport:
 
     Attributes:
         ranks: holders of the plan's parameters.
-        buckets: ranks of each collective of a bucket, and of each team of slices.
+        buckets: ranks of each collective of a bucket.
         groups: sets of ranks that need a new process group.
-        exclusive: ranks of each collective with a process group for buckets only.
         sharing: disjoint sets of ranks that must take the same steps.
         parts: digests of the plan and of its causes by name, so that an error names the difference.
         optional: whether Muon may train nothing on any rank, because rules give all parameters to other optimizers.
@@ -48,7 +47,6 @@ class PlanReport:
     ranks: Ranks = ()
     buckets: tuple[Ranks, ...] = ()
     groups: tuple[Ranks, ...] = ()
-    exclusive: tuple[Ranks, ...] = ()
     sharing: tuple[Ranks, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     optional: bool = False
@@ -67,7 +65,6 @@ class Agreement:
         self._size, self._all = len(self.ranks), process_group
         self._known: dict[Ranks, dist.ProcessGroup] = {}
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
-        self._exclusive: dict[Ranks, dist.ProcessGroup] = {}
         self._new_groups: list[dist.ProcessGroup] = []
         self.peers: dist.ProcessGroup | None = None
 
@@ -82,15 +79,13 @@ class Agreement:
             return
         # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
-        for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
-            anywhere = {ranks for peer in set(reports.values()) for ranks in getattr(peer, needed)}
-            for ranks in sorted(anywhere - made.keys()):
-                self._align_names(device)
-                made[ranks] = self._new_group(ranks, device)
+        anywhere = {ranks for peer in set(reports.values()) for ranks in peer.groups}
+        for ranks in sorted(anywhere - self._groups.keys()):
+            self._align_names(device)
+            self._groups[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
-        self._warm_up([self.bucket_group(ranks) for ranks in report.exclusive if self.rank in ranks], device)
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
@@ -214,10 +209,6 @@ class Agreement:
         if len(ranks) == self._size:
             return self._whole
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
-
-    def bucket_group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """For the gathers and returns of buckets: exclusive if the report asks for it."""
-        return self._exclusive[ranks] if ranks in self._exclusive else self.group(ranks)
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
         return None if self.peers is None else start_max(tensor, self.peers)

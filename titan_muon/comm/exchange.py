@@ -117,7 +117,7 @@ class Exchange:
         self._runs, self._buffer_sets, self.collectives = program.buckets, buffers.buffer_sets, collectives
         self._results = [sets.leaving(run) for sets, run in zip(self._buffer_sets, self._runs, strict=True)]
         groups = (phase.group for run in self._runs for phase in run.phases[:2] if phase.travels)
-        self._groups = {ranks: agreement.bucket_group(ranks) for ranks in groups}
+        self._groups = {ranks: agreement.group(ranks) for ranks in groups}
         gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
         self._replica_groups = {phase.group: agreement.group(phase.group) for phase in gathers if phase.travels}
         self._module: Any = torch.get_device_module(buffers.device)

@@ -31,10 +31,8 @@ class Fault(IntEnum):
     PARAMETER_REPLACED = 7
     SKIPPED = 8
     REPLICAS_DIFFER = 9
-    GRADIENT_CHANGED = 10
     CONVERTED = 11
     THAWED = 12
-    GRADIENT_REMOVED = 13
     UPDATE_TOO_LARGE = 14
     HYPERPARAMETERS_DIFFER = 15
     STEPS_DIFFER = 16
@@ -59,7 +57,7 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer, and load its momentum from a "
     "checkpoint",
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients, eps or algorithm changed since Muon was built; "
-    "build a new optimizer (coefficients alone may change, but not beside whole_freq)",
+    "build a new optimizer (only coefficients may change)",
     Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
     "the old tensor; load momentum with load_state_dict, and move it only with the optimizer's own methods",
     Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "
@@ -70,14 +68,9 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.REPLICAS_DIFFER: "{names}: these plain tensors were equal on all ranks when Muon was built, but their "
     "gradients differ, and a step applies one rank's gradient to all replicas; reduce gradients over the ranks, as "
     "DistributedDataParallel does, or have each rank train its own tensors (expert.replicas = 'redundant')",
-    Fault.GRADIENT_CHANGED: "{names}: gradient, momentum or nesterov changed between the send in backward "
-    "(overlap = 'backward') and the step; put only the last backward of a step into optimizer.overlap(), and do not "
-    "clip or change gradients before the step, or set overlap = 'none'",
     Fault.CONVERTED: "{names}: its dtype or its device changed since Muon was built; call rebuild() on every rank",
     Fault.THAWED: "parameters that were frozen when the optimizer was built need a gradient now; call rebuild() on "
     "every rank, or freeze them again (requires_grad = False)",
-    Fault.GRADIENT_REMOVED: "no gradient for {names}: it was removed after backward had sent it "
-    "(overlap = 'backward'); keep gradients until the step, or set overlap = 'none'",
     Fault.HYPERPARAMETERS_DIFFER: "hyperparameters differed between ranks in the last step: {details}; set the same "
     "values on every rank, and continue from a checkpoint",
     Fault.UPDATE_TOO_LARGE: "{names}: an update arrived that is not finite or larger than an orthogonalized matrix can "

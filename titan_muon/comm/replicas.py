@@ -120,8 +120,7 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
                     f"{other.shape} and placements {other.placements} on mesh {other.mesh}; build a Muon for each mesh"
                 )
         mesh = Mesh((len(layouts), *first.mesh.shape), tuple(r for of in (first, *others) for r in of.mesh.ranks))
-        axis = None if first.tensor_parallel is None else first.tensor_parallel + 1
-        yield fqn, replace(first, mesh=mesh, placements=(Separate(), *first.placements), tensor_parallel=axis)
+        yield fqn, replace(first, mesh=mesh, placements=(Separate(), *first.placements))
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, str]:

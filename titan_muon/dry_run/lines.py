@@ -55,7 +55,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
     local = sum(1 for ranks in plan.local if ranks)
     by = f" by {', '.join(exchanges)}" if exchanges else ""
-    yield f"Muon step: {local:,} matrices local, {plan.whole_matrices - local:,} exchanged{by}"
+    yield f"Muon step: {local:,} matrices local, {len(plan.matrices) - local:,} exchanged{by}"
     mean = sum(cost.ns_flops for cost in summary.ranks) / len(summary.ranks)
     ratio = summary.ns_flops_max / mean
     yield f"  Newton-Schulz   {summary.ns_flops_max / 1e9:,.1f} GFLOP on the busiest rank, {ratio:.3f} x the mean"
@@ -90,13 +90,6 @@ def step_lines(model: PlannedModel, estimate: Estimate) -> Iterable[str]:
     """Cost and modelled time of a Muon step, and why owned parameters communicate."""
     muon = muon_of(model.optimizers)
     yield from plan_lines(model.plan, estimate.summary, estimate.timeline)
-    if muon is not None and estimate.mean_step is not None and estimate.timeline is not None:
-        whole, freq, mean = estimate.timeline.last.seconds, muon.options.whole_freq, estimate.mean_step
-        on_blocks = (freq * mean - whole) / (freq - 1)
-        yield (
-            f"  blocks          {_ms(on_blocks)} for {freq - 1} of {freq} steps, on what each rank stores, and "
-            f"{_ms(whole)} on whole matrices: {_ms(mean)} a step"
-        )
     skips = muon is not None and muon.options.skips_missing
     yield from owned_step_lines(model.plan, model.parameters, skips=skips)
 
@@ -152,10 +145,10 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str,
         return assemblies(geometries.shared[geometry], split=False)
 
     for index, matrix in enumerate(plan.matrices):
-        if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
+        if plan.local[index]:
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
+        if repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.expert.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):
             yield 'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not', ""
@@ -169,11 +162,9 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
     yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
     if timeline.hidden is not None:
-        what = {"backward": "gathers are hidden before", "forward": "results and updates are hidden behind"}
-        over = timeline.overlap
         yield (
-            f"  {f'in {over}':<15} {_ms(timeline.hidden)} of {what[over]} the step if {over} is as long; in the step "
-            f"{_ms(timeline.exposed)} of the exchange stay exposed"
+            f"  in forward      {_ms(timeline.hidden)} of results and updates are hidden behind the step if forward is "
+            f"as long; in the step {_ms(timeline.exposed)} of the exchange stay exposed"
         )
     elif timeline.tail > LONG_TAIL * last.seconds:
         yield f"  way back        {_ms(timeline.tail)} of results and updates behind all Newton-Schulz (muon.overlap)"
@@ -185,8 +176,7 @@ def _ms(seconds: float) -> str:
 
 
 def _method_lines(plan: Plan, *, reasons: bool) -> Iterable[str]:
-    wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
-    counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
+    counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
     for index in dict.fromkeys(index for index, _ in counts):
         work = plan.works[index]
         shapes = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)

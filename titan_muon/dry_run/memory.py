@@ -19,7 +19,7 @@ from ..muon import Muon
 from ..options import MuonOptions, Offload
 from ..owned import is_owned
 from ..owned.param import held_elements
-from ..plan import Plan, Summary, summarize
+from ..plan import Plan, Summary
 from ..plan.search.owners import state_elements
 from ..plan.search.ownership import OwnedTotals
 from ..state.matrix_states import state_bytes
@@ -105,9 +105,6 @@ def memory_per_rank(
     on_host = [item for item in items if item.offload == "parameters"]
     states_on_device = sum(size for item in items if item.offload == "none" for size in item.states)
     work = 0 if summary is None else summary.work_bytes_max
-    if summary is not None and plan is not None and plan.blocks is not None:
-        on_blocks = summarize(plan.blocks).work_bytes_max
-        work = work + on_blocks if options.keep_buffers else max(work, on_blocks - summary.buffer_bytes_max)
     copies = sum(item.bytes for item in items if item.optimizer == "adamh")
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:

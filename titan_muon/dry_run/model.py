@@ -49,10 +49,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Modelled time and memory of a planned model. `loads`: of each rank, if parameters are owned.
-
-    `mean_step`: seconds of a step, also of those on blocks; None without these.
-    """
+    """Modelled time and memory of a planned model. `loads`: of each rank, if parameters are owned."""
 
     machine: MachineRates
     summary: Summary | None
@@ -61,7 +58,6 @@ class Estimate:
     memory: Memory
     others: float  # seconds of AdamW outside of Muon's parameters
     adamw: float  # seconds of AdamW for all parameters
-    mean_step: float | None
 
 
 def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> Plan | None:
@@ -104,8 +100,4 @@ def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:
     elements = {a.fqn: mean_elements(model.parameters[a.fqn], len(model.ranks)) for a in model.assigned}
     rest = sum(elements[a.fqn] for a in model.assigned if a.optimizer != "muon")
     others, whole = (rates.pass_seconds(count * adamw_bytes) for count in (rest, sum(elements.values())))
-    mean_step = None
-    if plan is not None and plan.blocks is not None and muon is not None and times is not None:
-        on_blocks, freq = timeline(plan.blocks, rates).last.seconds, muon.options.whole_freq
-        mean_step = (times.last.seconds + (freq - 1) * on_blocks) / freq
-    return Estimate(rates, summary, times, loads, memory, others, whole, mean_step)
+    return Estimate(rates, summary, times, loads, memory, others, whole)

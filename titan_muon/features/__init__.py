@@ -18,22 +18,18 @@ from ..step.views import build_views
 from ..tensors.process_groups import without_groups
 
 if TYPE_CHECKING:
-    from .overlap import PassOverlap
+    from .forward import ForwardUpdates
 
 # Imports are local, so that a step without an option imports none of the option's code.
 
 
-def overlap_of(options: MuonOptions) -> PassOverlap | None:
-    """Who starts and ends buckets. None: the step alone."""
-    if options.overlap == "backward":
-        from .backward import BackwardGathers
+def overlap_of(options: MuonOptions) -> ForwardUpdates | None:
+    """What ends the late buckets of a step. None: the step."""
+    if options.overlap == "none":
+        return None
+    from .forward import ForwardUpdates
 
-        return BackwardGathers()
-    if options.overlap == "forward":
-        from .forward import ForwardUpdates
-
-        return ForwardUpdates()
-    return None
+    return ForwardUpdates()
 
 
 class StepParts:
@@ -47,11 +43,11 @@ class StepParts:
         rank: Rank,
         algorithm: Algorithm,
         states: MatrixStates,
-        overlap: PassOverlap | None,
+        overlap: ForwardUpdates | None,
         before: StepParts | None,
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
-        self.rank, options, hooks, batch_type = rank, rank.options, list[Hook](), None
+        self.rank, options, hooks = rank, rank.options, list[Hook]()
         limits, whole = [algorithm.for_parameter(n).limits for n in range(len(rank.params))], algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
@@ -66,12 +62,8 @@ class StepParts:
             norms = weight_norms.norms.items()
             states = {**states, **{number: {**states.get(number, {}), **norm} for number, norm in norms}}
             hooks.append(weight_norms)
-        if any(matrix.slice is not None for matrix in rank.plan.matrices):
-            from .slices import SliceBatches
-
-            batch_type = SliceBatches(rank)
-        late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
-        views, self.workspace, self.flags = build_views(rank, limits, whole, states, batch_type, late)
+        late = frozenset[int]() if overlap is None else rank.program.late
+        views, self.workspace, flags = build_views(rank, limits, whole, states, late)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -88,28 +80,10 @@ class StepParts:
             mask = GradientMask(rank, views, self.idle)
             hooks.append(mask)
             self._skipped = mask.skipped if options.skips else None
-        if overlap is not None:
-            hooks.append(overlap)
-        self.blocks: StepParts | None = None
-        if rank.plan.blocks is not None:
-            from .blocks import BlockRate, block_rank
-
-            earlier = None if before is None else before.blocks
-            own = block_rank(rank, rank.plan.blocks, None if earlier is None else earlier.rank)
-            rated = BlockRate(algorithm, rank.plan, rank.plan.blocks)
-            self.blocks = StepParts(own, rated, states, None, earlier)
-        rank.report.watch(*self.flags)
+        rank.report.watch(*flags)
         self._algorithm = algorithm
         seams = self._decorated(), mask, overlap, self.offload, hooks
         self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
-
-    def of_step(self, blocks: StepParts) -> StepParts:
-        """The parts of the next step: on whole matrices, or on `blocks`."""
-        from .blocks import is_whole
-
-        parts = self if is_whole(self.rank) else blocks
-        parts.rank.report.watch(*parts.flags)
-        return parts
 
     def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
         """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
@@ -147,7 +121,6 @@ def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
         own = context.part(part.options.algorithm, numbers)
         for check in (*_checks(own.options, part), part.check):
             check(own)
-        _check_whole(own, part)
     _check_travels(context)
 
 
@@ -162,18 +135,10 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
         yield eight_bit.check
     yield _check_owned
     yield _check_prescaled
-    if options.whole_freq > 1:
-        from . import blocks
-
-        yield blocks.check
     if options.fused:
         from ..algorithms import fused
 
         yield fused.check
-    if options.overlap == "backward":
-        from . import backward
-
-        yield backward.check
     if algorithm.sums_norms:
         from . import weight_norms
 
@@ -190,7 +155,6 @@ def check_used(options: MuonOptions, algorithms: Collection[str]) -> None:
         ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not UNSCALED.issuperset(algorithms)),
         ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
         ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
-        ("block_lr_scale", "whole_freq", options.whole_freq > 1),
     ):
         value = getattr(options, name)
         if not is_used and value != getattr(MuonOptions, name):
@@ -221,25 +185,9 @@ def _check_travels(context: PlanContext) -> None:
 def _check_prescaled(context: PlanContext) -> None:
     """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
     scaled = [iteration.name for iteration in context.iterations if iteration.prescaled]
-    if scaled and (context.sliced or context.options.orthogonalize == "reference"):
+    if scaled and context.options.orthogonalize == "reference":
         raise OptionError(
             "ns_coefficients",
-            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
-            f"not have{_sliced(context)}; choose another set, or orthogonalize = 'auto' and split_over = 1",
+            f"= {scaled[0]!r} begins with a scaling, which orthogonalize = 'reference' does not have; choose another "
+            "set, or orthogonalize = 'auto'",
         )
-
-
-def _check_whole(context: PlanContext, algorithm: Algorithm) -> None:
-    """Raise OptionError if an algorithm that needs whole matrices gets slices."""
-    options = context.options
-    needs_whole = algorithm.whole or bool(algorithm.states(1, 1, transposed=False))
-    if needs_whole and (context.sliced or options.tp_mode != "owner"):
-        raise OptionError(
-            "algorithm",
-            f"= {options.algorithm!r} needs whole matrices{_sliced(context)}; set split_over = 1 and tp_mode = 'owner'",
-        )
-
-
-def _sliced(context: PlanContext) -> str:
-    names = context.sliced[:5]
-    return f", and these parameters are sliced: {', '.join(names)}" if names else ""

@@ -23,7 +23,6 @@ from ..step.gradients import StepGradients
 from ..step.rank import Rank
 from ..step.step import Bucket, MuonStep
 from ..step.views import BucketViews
-from .overlap import PassOverlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +36,11 @@ class Suspended:
     rank: Rank
 
 
-class ForwardUpdates(PassOverlap):
+class ForwardUpdates:
     """The late updates of a step, see [Note: updates in forward].
 
     `attached`: whether a forward ends them. `count`: buckets suspended so far.
     """
-
-    ends_late = True
 
     def __init__(self) -> None:
         self.attached, self.count = False, 0
@@ -53,17 +50,19 @@ class ForwardUpdates(PassOverlap):
         self._computing: Any = None
 
     @property
-    def holds_memory(self) -> bool:  # type: ignore[override]
+    def holds_memory(self) -> bool:
+        """Whether buffers are in use between steps."""
         return bool(self._suspended)
 
-    def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
+    def attach(self, rank: Rank) -> None:
+        """Take the tensors of the next steps: at the start, and after storage has moved."""
         # Hooks in the model hold this object, and must not keep the memory of a deleted Muon.
         self._weak_rank, self._late = weakref.ref(rank), rank.program.late
         self._has_buckets = bool(rank.plan.buckets)
         self._module: Any = torch.get_device_module(rank.device)
         self._stream = self._stream or self._module.Stream()
 
-    def ready(self, muon: MuonStep) -> None:
+    def ready(self) -> None:
         """Raise OptionError on all ranks if no forward will do the late updates of a step."""
         if not self.attached and self._has_buckets:
             raise OptionError(
@@ -73,6 +72,7 @@ class ForwardUpdates(PassOverlap):
             )
 
     def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
+        """The bucket, before Act.GATHER."""
         if views.index in self._late:
             updates = [call.with_current_group() for call in views.updates]
             views = replace(views, updates=updates)  # type: ignore[arg-type]
@@ -80,6 +80,7 @@ class ForwardUpdates(PassOverlap):
         return muon.bucket(views, gradients)
 
     def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
+        """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
         if index not in self._late:
             return False
         self._computing = self._module.current_stream()
@@ -106,6 +107,7 @@ class ForwardUpdates(PassOverlap):
 
     @torch.no_grad()
     def finish(self) -> None:
+        """End the buckets of the last step."""
         if self._suspended:
             self._end(list(self._suspended))
             self._module.current_stream().wait_stream(self._stream)

@@ -7,8 +7,7 @@
 #   must know before the momentum changes.
 # - Idle: a zero gradient with `hold`. Only the update is held, because Newton-Schulz normalizes the momentum: an expert
 #   without tokens would move at full speed, for hundreds of steps. The maximum hides behind the first gather.
-# - The whole gradient of a matrix counts. Shards of one name on several meshes count together, and the slices of a
-#   matrix share the code of the first slice.
+# - The whole gradient of a matrix counts. Shards of one name on several meshes count together.
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class IdleSteps:
         if not new.any():
             return
         self._named = self._named | new
-        # Once for the slices of a matrix.
-        names = list(dict.fromkeys(self._name(number) for number in new.nonzero().flatten().tolist()))
+        names = [self._name(number) for number in new.nonzero().flatten().tolist()]
         warn(
             f"{listed(names)}: the gradient was zero in each of {IDLE_STEPS} steps, so the matrix "
             "gets no update (expert.idle = 'hold'); look for an expert without tokens, or a branch that the loss does "
@@ -66,7 +64,7 @@ class IdleSteps:
         matrix = self._plan.matrices[number]
         parameter = self._plan.parameters[matrix.parameter]
         matrices = parameter.stack.matrices
-        label = f" {matrices[matrix.index].label}" if len(matrices) > 1 and matrix.slice is None else ""
+        label = f" {matrices[matrix.index].label}" if len(matrices) > 1 else ""
         return f"{parameter.fqn}{label}"
 
 
@@ -83,17 +81,14 @@ class GradientMask(UpdateMask):
         self._allowed = allowed_faults(missing=rank.options.skips_missing, nonfinite=rank.options.skips_nonfinite)
         self._holds = rank.options.idle == "hold"
         matrices = rank.plan.matrices
-        # Slices of a matrix share the place of the first slice.
-        places = [n if matrix.slice is None else n - matrix.slice.place for n, matrix in enumerate(matrices)]
         self._parts, self._numbers = list[Rectangle](), list[int]()
         for parcel in (parcel for bucket in rank.program.buckets for parcel in bucket.stored):
             parameter = matrices[parcel.matrix].parameter
             for span in spans(parcel.piece):
                 self._parts.append(rectangle_of(parameter, span, rank.storage[parameter].param))
-                self._numbers.append(places[parcel.matrix])
+                self._numbers.append(parcel.matrix)
         self._all_numbers = rank.numbers(self._numbers)
         self._all_parameters = rank.numbers([part.parameter for part in self._parts])
-        self._places, self._of = rank.numbers(places), places
         self._codes = torch.zeros(len(matrices), dtype=torch.int32, device=rank.device)
         self._own_codes = self._codes
         self.skipped = torch.zeros(len(matrices), dtype=torch.bool, device=rank.device)
@@ -152,7 +147,7 @@ class GradientMask(UpdateMask):
             # Without `skip` a missing gradient is another fault.
             code = SKIPPED if Fault.NO_GRADIENT in self._allowed else GRADIENT
             matrices = enumerate(self._rank.plan.matrices)
-            lacking = sorted({self._of[number] for number, matrix in matrices if matrix.parameter in missing})
+            lacking = [number for number, matrix in matrices if matrix.parameter in missing]
             self._codes.index_fill_(0, self._rank.numbers(lacking), code)
 
     def _agree(self) -> None:
@@ -161,17 +156,14 @@ class GradientMask(UpdateMask):
         self._agreed = True
         if self._work is not None:
             self._work.wait()
-        codes = self._codes[self._places]
+        codes = self._codes
         torch.eq(codes, SKIPPED, out=self.skipped)
         if self._holds:
-            zero = codes if self._own is None else torch.where(self._own, self._own_codes[self._places], codes)
+            zero = codes if self._own is None else torch.where(self._own, self._own_codes, codes)
             torch.logical_or(self.skipped, zero == ZERO, out=self._held)
         else:
             self._held.copy_(self.skipped)
         torch.index_select(self._held, 0, self._in_order, out=self._flags)
-
-    def reset(self) -> None:
-        self.skipped.zero_()
 
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         self._agree()

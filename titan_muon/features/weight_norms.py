@@ -29,7 +29,7 @@ def check(context: PlanContext) -> None:
     algorithm = f"algorithm = {context.options.algorithm!r}"
     if context.options.overlap == "forward":
         problem = f"= 'forward' applies updates in forward, before {algorithm} can project the weights"
-        raise OptionError("overlap", f"{problem}; set 'none' or 'backward'")
+        raise OptionError("overlap", f"{problem}; set 'none'")
     if context.options.offload == "parameters":
         raise OptionError("offload", f"= 'parameters': {algorithm} projects weights on the device; set 'state'")
 

@@ -31,8 +31,8 @@ def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:
         ValueError: for parameters that Megatron-FSDP did not shard; in the first step, for gradients of zero, which
             `fully_shard_optimizer` makes; for an experimental model with sharded optimizer states over replicas of the
             gradients (HFSDP), whose second backward pass fails in the package.
-        OptionError: for overlap, because Megatron-FSDP calls no hook when a gradient is reduced, and installs weights
-            at the end of the step; for decoupled gradients, which only Transformer Engine's FusedAdam reads.
+        OptionError: for overlap, because Megatron-FSDP installs weights at the end of the step; for decoupled
+            gradients, which only Transformer Engine's FusedAdam reads.
     """
     parts = (optimizer, *getattr(optimizer, "optimizers", {}).values())
     for muon in (part for part in parts if isinstance(part, Muon)):

@@ -4,12 +4,10 @@ from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, larg
 from .dispatch import DTYPES, Dispatch, Kernel, Method, kernels_for, measured_choices
 from .newton_schulz import (
     NO_UPDATE,
-    TeamSlice,
     frobenius_norms,
     iterate,
     orthogonalize,
     prepared,
-    sliced_norms,
     zero_nonfinite_,
 )
 
@@ -21,7 +19,6 @@ __all__ = [
     "Iteration",
     "Kernel",
     "Method",
-    "TeamSlice",
     "coefficients",
     "frobenius_norms",
     "iterate",
@@ -31,6 +28,5 @@ __all__ = [
     "measured_choices",
     "orthogonalize",
     "prepared",
-    "sliced_norms",
     "zero_nonfinite_",
 ]

@@ -15,14 +15,11 @@ from titan_muon.plan.terms.machine import (
     MACHINES,
     Choices,
     MachineRates,
-    TeamCost,
     choices_of,
     gram_elements,
     gram_flops,
     machine_of,
-    sliced_elements,
     standard_elements,
-    team_cost,
 )
 
 from .coefficients import LARGEST, Coefficients, has_margin
@@ -82,19 +79,17 @@ class Method:
     products: str = "plain"
     batch: int = 1
     reason: str = field(default="", compare=False)
-    slices: int = 1
 
     def __str__(self) -> str:
         restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
         products = "" if self.products == "plain" else f" {self.products}"
-        slices = f" in {self.slices} slices" if self.slices > 1 else ""
-        return f"{self.algorithm} {self.dtype}{restarts}{products}{slices}"
+        return f"{self.algorithm} {self.dtype}{restarts}{products}"
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
-        """FLOPs for a matrix or slice, with symmetric products counted in full."""
+        """FLOPs for a matrix, with symmetric products counted in full."""
         # The reference computes all three products even for c = 0.
         cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
-        return gram_flops(rows, cols, len(steps), len(self.runs(len(steps))) - 1, cubic) // self.slices
+        return gram_flops(rows, cols, len(steps), len(self.runs(len(steps))) - 1, cubic)
 
     def runs(self, steps: int) -> tuple[int, ...]:
         """Steps between restarts; all but the Gram iteration restart in each step."""
@@ -106,20 +101,11 @@ class Method:
         runs = sum(3 if length == 1 else 4 * length + 1 for length in self.runs(steps))
         return runs + (5 if self.dtype == "float16" else 4)
 
-    def team(self, rows: int, cols: int, steps: Coefficients) -> TeamCost | None:
-        if self.slices == 1:
-            return None
-        return team_cost(min(rows, cols), self.slices, self.runs(len(steps)), DTYPES[self.dtype].itemsize)
-
     def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
         """Working bytes of a matrix, without the input and the kernels' scratch memory.
 
         `out_bytes`: bytes per element of an output in place, which serves as an X buffer.
         """
-        if self.slices > 1:
-            iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
-            # Normalization by a float32 norm, with float32 copies.
-            return max(iteration, 10 * rows * cols // self.slices) if device == "cpu" else iteration
         elements = gram_elements if self.algorithm == "gram" else standard_elements
         itemsize = DTYPES[self.dtype].itemsize
         spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
@@ -160,12 +146,8 @@ class Dispatch:
             return
         raise OptionError("ns_dtype", f"= {self.dtype!r}: orthogonalize = {self.algorithm!r} {problem}")
 
-    def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
+    def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
         """The method for a matrix. Raises OptionError as `with_margin`."""
-        if slices > 1:
-            assert self.algorithm != "reference", "slices cannot reproduce torch.optim.Muon's bits"
-            # The numerics of the whole matrix decide. Kernels need square results.
-            return replace(self.choose(rows, cols, steps), products="plain", batch=1, slices=slices)
         candidates = with_margin(self._candidates(rows, cols, len(steps)), steps)
         if self.algorithm == "reference":
             return candidates[0]

@@ -1,10 +1,9 @@
-"""Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's, the standard one, of Gram matrices, in slices."""
+"""Newton-Schulz iterations on stacks of matrices: torch.optim.Muon's, the standard one, of Gram matrices."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -59,17 +58,13 @@ def orthogonalize(
     method: Method,
     norms: Tensor | None = None,
     out: Tensor | None = None,
-    of: TeamSlice | None = None,
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which stays unchanged.
 
     Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
-    `norms`: the stack's `frobenius_norms` for the method's dtype. `of`: the stack is a slice of a matrix, and `norms`
-    are `sliced_norms`.
+    `norms`: the stack's `frobenius_norms` for the method's dtype.
     """
-    if of is None:
-        return prepared(iteration, method)(stack, norms=norms, out=out)
-    return sliced(stack, iteration, method, of, norms=norms, out=out)
+    return prepared(iteration, method)(stack, norms=norms, out=out)
 
 
 def prepared(iteration: Iteration, method: Method) -> Callable[..., Tensor]:
@@ -254,90 +249,3 @@ def normalized(stack: Tensor, eps: float, dtype: torch.dtype, norms: Tensor | No
 def smaller_first(x: Tensor) -> Tensor:
     """A transposed view for tall matrices."""
     return x.mT if x.size(1) > x.size(2) else x
-
-
-def wide_gram(x: Tensor) -> Tensor:
-    """X Xᵀ in float32, for X (m, n) of any dtype."""
-    if x.device.type == "cpu":
-        # CPU products of 16-bit numbers do not accumulate in float32.
-        wide = x.float()
-        return wide @ wide.mT
-    return torch.mm(x, x.mT, out_dtype=torch.float32)
-
-
-class Team(Protocol):
-    """The ranks of a matrix's slices; `place`: index of this rank. Methods are collective."""
-
-    place: int
-
-    def summed(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the sum of `whole` (rows, cols) over the team: block number `place` of k."""
-
-    def gathered(self, part: Tensor) -> Tensor:
-        """The tensors of all ranks, in order, concatenated along dim 0."""
-
-
-@dataclass(frozen=True)
-class TeamSlice:
-    """A slice of a matrix, of rows if `cuts_rows`, else of columns."""
-
-    team: Team
-    cuts_rows: bool
-
-
-def sliced_norms(stack: Tensor, team: Team) -> Tensor:
-    """The Frobenius norm of the matrix with slice `stack` (1, rows, cols), (1,) float32; equal on all ranks."""
-    norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=torch.float32)
-    return torch.linalg.vector_norm(team.gathered(norms), dim=0, keepdim=True)
-
-
-def sliced(
-    stack: Tensor, iteration: Iteration, method: Method, of: TeamSlice, *, norms: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """The slice of U Vᵀ for slice `stack` (1, rows, cols) of a matrix U S Vᵀ, in the stack's shape and dtype.
-
-    Like `iterate`, but no rank assembles the matrix. The longer side is cut, so that each slice X_i has the whole
-    smaller side m, and R is the sum of all X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, so 1/k
-    of all FLOPs. `norms` are `sliced_norms`. `out` as in `iterate`.
-    """
-    steps, dtype = iteration.steps, DTYPES[method.dtype]
-    x = normalized(stack, iteration.eps, dtype, sliced_norms(stack, of.team) if norms is None else norms)[0]
-    spare = torch.empty_like(x)
-    for first, last in pairwise(accumulate(method.runs(len(steps)), initial=0)):
-        beta, part = _rows_of_polynomial(_gram(x, of), steps[first:last], of.team)
-        q = of.team.gathered(part)
-        # From the right for row slices, as in `iterate`.
-        left, right = (x, q) if of.cuts_rows else (q, x)
-        scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
-        if beta == 0 and scale == 1:
-            torch.mm(left, right, out=spare)
-        else:
-            torch.addmm(x, left, right, alpha=scale, beta=beta * scale, out=spare)
-        x, spare = spare, x
-    return x[None].to(stack.dtype) if out is None else out.copy_(x[None])
-
-
-def _gram(x: Tensor, of: TeamSlice) -> Tensor:
-    # 16-bit partial sums would add a quarter to the error of the result.
-    wide = of.team.summed(wide_gram(x.mT if of.cuts_rows else x))
-    return wide.mul_(start_norm(x.dtype) ** -2).to(x.dtype)
-
-
-def _rows_of_polynomial(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Tensor]:
-    """As `_polynomial`, this rank's rows of Q from this rank's rows of R."""
-    q, whole = r, team.gathered(r)
-    for index, (a, b, c) in enumerate(steps):
-        z = r * b if c == 0 else torch.addmm(r, r, whole, beta=b, alpha=c)
-        if len(steps) == 1:
-            return a, z
-        whole_z = team.gathered(z)
-        if index == 0:
-            q = z
-            q.diagonal(offset=team.place * q.size(0)).add_(a)
-        else:
-            q = torch.addmm(q, q, whole_z, beta=a)
-        if index + 1 < len(steps):
-            r = torch.addmm(r, r, whole_z, beta=a)
-            r = torch.addmm(r, r, whole_z, beta=a)
-            whole = team.gathered(r)
-    return 0.0, q

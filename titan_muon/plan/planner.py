@@ -10,12 +10,13 @@ from .cost.walk import Costs
 from .exchange.patterns import PATTERNS
 from .search.owners import Problem, make_problem
 from .search.search import CandidatePlan, fastest
-from .search.slices import MUST_SAVE, check_split_over, slices_reason, with_slices
-from .search.tensor_parallel import blocks_reason, read_in_mode, with_peers
 from .terms.layout import Geometries
 from .terms.machine import FLOAT32_COST, ElementwiseCost, MachineRates, Work, WorkOf, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
+
+MUST_SAVE = 0.03
+"""Share of the price that hierarchical returns must save, so that small modelled gains do not decide."""
 
 
 def make_plan(
@@ -30,22 +31,16 @@ def make_plan(
     `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
     small a `buffer_gib`.
     """
-    if options.split_over != 1:
-        check_split_over(options)
-    whole_parameters, geometries = parameters, Geometries(parameters)
-    if options.tp_mode != "owner":
-        parameters, geometries = read_in_mode(parameters, geometries, options)
+    geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
     rates = machine_of(options.machine) if machine is None else machine
     # On a CPU, batches stay in the caches.
     works = _with_full_batches(matrices, works, passes) if rates.host else works
     costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, rates, passes)
-    problem, best = _fastest(make_problem(parameters, geometries, options, costs), work_of)
+    problem, best = _fastest(make_problem(parameters, geometries, options, costs))
     reasons = (
         best.reason,
         _hierarchical_reason(problem),
-        slices_reason(problem) if options.split_over != 1 or options.tp_mode == "distributed" else "",
-        blocks_reason(whole_parameters, parameters) if options.tp_mode == "blockwise" else "",
         *_separate_reasons(parameters),
         _state_reason(options, parameters),
     )
@@ -73,10 +68,10 @@ def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes
     )
 
 
-def _fastest(problem: Problem, work_of: WorkOf) -> tuple[Problem, CandidatePlan]:
+def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
     """The problem whose best plan has the least price / (1 - share to save), and the plan. The first wins."""
     found, faults = list[tuple[float, Problem, CandidatePlan]](), list[OptionError]()
-    for variant, must_save in _variants(problem, work_of):
+    for variant, must_save in _variants(problem):
         try:
             best = fastest(variant)
         except OptionError as fault:
@@ -89,16 +84,10 @@ def _fastest(problem: Problem, work_of: WorkOf) -> tuple[Problem, CandidatePlan]
     return problem, best
 
 
-def _variants(problem: Problem, work_of: WorkOf) -> Iterator[tuple[Problem, float]]:
+def _variants(problem: Problem) -> Iterator[tuple[Problem, float]]:
     """Problems to search, and the share of the price that each must save."""
-    # Complications, such as slices, must save a share, so that small modelled gains do not decide.
-    options, pieces = problem.options, problem.costs.pieces
-    if options.tp_mode == "distributed":
-        yield with_peers(problem, work_of), 0.0
-        return
+    pieces = problem.costs.pieces
     yield problem, 0.0
-    if options.split_over != 1 and (sliced := with_slices(problem, work_of)) is not None:
-        yield sliced, MUST_SAVE if options.split_over == "auto" else 0.0
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
     has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)
     if has_replicas and problem.pattern is PATTERNS["all_to_all"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +10,7 @@ from .exchange.patterns import PATTERNS
 from .exchange.phases import Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
-from .terms.types import Bucket, Plan, teams_in
+from .terms.types import Bucket, Plan
 
 __all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "make_program"]
 
@@ -24,7 +23,6 @@ class Program:
         buckets: first the plan's, then the local buckets.
         rounds: by round, the indices of the rank's buckets: several for a rank in several groups.
         acts: (act, index of a bucket), so that each process group launches collectives in equal order on all ranks.
-        teams: by slice on this rank, the owners of all slices of the matrix, in order.
     """
 
     rank: int
@@ -32,7 +30,6 @@ class Program:
     rounds: tuple[tuple[int, ...], ...]
     buffer_sets: int
     acts: tuple[tuple[Act, int], ...]
-    teams: Mapping[int, tuple[int, ...]]
 
     @property
     def local(self) -> tuple[BucketProgram, ...]:
@@ -89,12 +86,6 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
         tuple(i for i, program in enumerate(buckets) if program.bucket.round == number) for number in range(plan.rounds)
     )
     buffer_sets = max(1, min(plan.buffer_sets, plan.rounds))
-    teams = {
-        first + ranks.index(rank): ranks
-        for run in buckets
-        for first, ranks in teams_in(run.bucket, plan.matrices).items()
-        if rank in ranks
-    }
     whole = [index for index, ranks in enumerate(plan.local) if rank in ranks]
     local = [_local_bucket(chosen, rank, pieces) for chosen in batches(whole, plan.matrices, plan.works)]
     opening, turns = schedule(plan.rounds, buffer_sets)
@@ -104,7 +95,7 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
         *((act, len(buckets) + index) for index in range(len(local)) for act in Act),
         *((act, index) for act, number in turns for index in rounds[number]),
     )
-    return Program(rank, (*buckets, *local), rounds, buffer_sets, acts, teams)
+    return Program(rank, (*buckets, *local), rounds, buffer_sets, acts)
 
 
 def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> BucketProgram:

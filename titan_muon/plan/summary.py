@@ -14,7 +14,7 @@ from .terms.types import Plan
 
 @dataclass(frozen=True)
 class RankCost:
-    """Counts of a rank in a step. `matrices` includes slices.
+    """Counts of a rank in a step.
 
     The rank's momentum has `state_elements` elements, at most `bucket_elements` of them in one of the `buckets`.
     """
@@ -62,12 +62,10 @@ def summarize(plan: Plan) -> Summary:
         _rank_cost(rank, cost.by_rank[index], memory[index], sum(states[rank].values()))
         for index, rank in enumerate(cost.ranks)
     )
-    further = len(plan.matrices) - plan.whole_matrices
     return Summary(
         ranks=ranks,
-        muon_matrices=plan.whole_matrices,
-        # Slices are in a single group, with an owner each.
-        orthogonalizations=sum(cost.matrices for cost in ranks) - further,
+        muon_matrices=len(plan.matrices),
+        orthogonalizations=sum(cost.matrices for cost in ranks),
         ns_flops_max=max(cost.ns_flops for cost in ranks),
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
         collectives_per_step=max(cost.collectives for cost in ranks),
@@ -78,16 +76,15 @@ def summarize(plan: Plan) -> Summary:
 
 def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, kept: int) -> RankCost:
     owned, totals = [share.owned for share in shares], [share.totals for share in shares]
-    team_sent = sum(cost.team_sent for cost in owned)
     return RankCost(
         rank=rank,
         matrices=sum(cost.matrices for cost in owned),
         ns_flops=sum(cost.flops for cost in owned),
-        bytes_sent=sum(share.totals.sent * share.wire_bytes for share in shares) + team_sent,
-        bytes_received=sum(share.totals.received * share.wire_bytes for share in shares) + team_sent,
+        bytes_sent=sum(share.totals.sent * share.wire_bytes for share in shares),
+        bytes_received=sum(share.totals.received * share.wire_bytes for share in shares),
         buffer_bytes=memory.buffers,
         work_bytes=memory.work,
-        collectives=sum(total.collectives for total in totals) + sum(cost.team_calls for cost in owned),
+        collectives=sum(total.collectives for total in totals),
         buckets=owned[0].batches + len(shares) - 1,
         bucket_elements=max(total.stored for total in totals),
         state_elements=kept,

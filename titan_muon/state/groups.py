@@ -10,7 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..options import EXPERT, HYPERPARAMETERS, OTHER_NAMES, SHARED, MuonOptions, OptionError, Split, check
+from ..options import (
+    EXPERT,
+    HYPERPARAMETERS,
+    OTHER_NAMES,
+    SHARED,
+    MuonOptions,
+    OptionError,
+    Split,
+    check,
+    refuse_removed,
+)
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import check_splits, doubts_about, stack_of
 from ..tensors.names import LOOKED_UP, canonical_fqn, listed, named_parameters
@@ -154,6 +164,7 @@ def check_keys(group: Mapping[str, Any]) -> None:
             )
         if key == "maximize" and value:
             raise OptionError(key, "is no key of a Muon group; negate the loss")
+        refuse_removed([key])
         # Layer decay's `lr_scale` is a number.
         name = OTHER_NAMES.get(key) if key != "lr_scale" or isinstance(value, str) else None
         similar = [] if key in KEYS else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)

@@ -41,7 +41,7 @@ class PlanContext:
     """A plan before its first step, equal on all ranks.
 
     Attributes:
-        parameters: before replicas share the momentum, or tensor parallelism cuts matrices.
+        parameters: before replicas share the momentum.
         named: (name, parameter) in the plan's order, perhaps on the meta device.
         iterations: by parameter.
         device: type of the device that runs the step.
@@ -53,13 +53,6 @@ class PlanContext:
     named: Sequence[tuple[str, Tensor]]
     iterations: Sequence[Iteration]
     device: str
-
-    @property
-    def sliced(self) -> list[str]:
-        """Names of parameters with sliced matrices."""
-        numbers = sorted({matrix.parameter for matrix in self.plan.matrices if matrix.slice is not None})
-        sliced = {self.plan.parameters[number].fqn for number in numbers}
-        return [name for name, _ in self.named if name in sliced]
 
     def part(self, algorithm: str | tuple[str, ...], numbers: Sequence[int]) -> PlanContext:
         """The context of some parameters with one algorithm."""
@@ -187,9 +180,9 @@ class Decorated(Algorithm):
 def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algorithm) -> WorkOf:
     """The cost of a matrix by parameter and shape. `iterations`: by parameter."""
 
-    def of(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+    def of(index: int, rows: int, cols: int) -> Work:
         steps, own = iterations[index].steps, algorithm.for_parameter(index)
-        method = dispatch.choose(rows, cols, steps, slices)
+        method = dispatch.choose(rows, cols, steps)
         state_bytes = sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved)
         # So that equal digests imply equal computations.
         of_method = Work(
@@ -199,7 +192,6 @@ def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algo
             batch=method.batch,
             bytes=method.work_bytes(rows, cols, dispatch.device, own.wire_bytes),
             dtype=method.dtype,
-            team=method.team(rows, cols, steps),
             operators=method.operators(len(steps)),
         )
         work = replace(own.work(rows, cols, of_method), wire_bytes=own.wire_bytes, state_bytes=state_bytes)

@@ -32,7 +32,7 @@ class StepGradients:
     grads: list[Tensor | None]
     excluded: frozenset[int]
     uniform: bool
-    params: Sequence[TrainedParam] = ()
+    params: Sequence[TrainedParam]
 
     def dtype(self, parameter: int) -> torch.dtype | None:
         grad = self.grads[parameter]

@@ -46,8 +46,7 @@ def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) 
     """The Newton-Schulz method of each work. `iterations`: by parameter."""
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     for matrix in (first[work] for work in range(len(plan.works))):
-        count = 1 if matrix.slice is None else matrix.slice.count
-        yield dispatch.choose(*matrix.whole_shape, iterations[matrix.parameter].steps, count)
+        yield dispatch.choose(matrix.rows, matrix.cols, iterations[matrix.parameter].steps)
 
 
 @dataclass(frozen=True)

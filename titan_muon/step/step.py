@@ -53,22 +53,11 @@ class Hook(Protocol):
     def end(self) -> None: ...
 
 
-class Overlap:
-    """Who starts and who ends a bucket, by default the step alone. A hook of the step."""
+class Overlap(Protocol):
+    """What ends the late buckets of a step."""
 
-    def begin(self, gradients: StepGradients) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
-        """The bucket, before Act.GATHER."""
-        return muon.bucket(views, gradients)
-
-    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
-        """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
-        return False
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket: ...
+    def keeps(self, index: int, running: dict[int, Bucket]) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -76,9 +65,6 @@ class UpdateMask:
     """The matrices without an update in a step: those that are not finite. Features add others."""
 
     report: FaultReport
-
-    def reset(self) -> None:
-        """Forget the matrices that the last step skipped."""
 
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         """Zero the matrices of an assembled batch without an update. Returns the norms for `Algorithm.update`."""
@@ -103,7 +89,7 @@ class MuonStep:
         views: by bucket, the tensors of each call, made once from the plan.
         algorithm: plain or decorated.
         mask: which matrices get no update.
-        overlap: who starts and who ends a bucket. None: this step.
+        overlap: what ends the late buckets. None: this step.
         offload: where momentum, gradients and weights are. None: on the device.
         hooks: what begins before the first bucket and ends after the last, outermost first.
     """
@@ -118,11 +104,10 @@ class MuonStep:
     offload: Offload | None = None
     hooks: Sequence[Hook] = ()
 
-    def bucket(self, views: BucketViews, gradients: StepGradients, *, gathered: bool = False) -> Bucket:
+    def bucket(self, views: BucketViews, gradients: StepGradients) -> Bucket:
         """From gradients to weights. At each `yield` other buckets run, while this one is on the network.
 
-        A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing. `gathered`:
-        backward has sent the input of Newton-Schulz already, and `views` pack nothing.
+        A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing.
         """
         algorithm, index = self.algorithm, views.index
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
@@ -131,9 +116,8 @@ class MuonStep:
                 algorithm.before_gather(call, call.momentum, call.grads(gradients))
         if views.releases:
             gradients.release(views.releases)
-        if not gathered:
-            with trace_range("gather", index):
-                self.exchange.gather(index)
+        with trace_range("gather", index):
+            self.exchange.gather(index)
         yield  # Act.GATHER
         # Owners assemble their matrices, orthogonalize them and split the results.
         with trace_range("orthogonalize", index):

@@ -151,23 +151,19 @@ class BucketViews:
     bounds: UpdateBounds
 
 
-BatchType = Callable[[Batch], Batch]
-
-
 def build_views(
     rank: Rank,
     limits: Sequence[Limits],
     whole: bool,
     states: MatrixStates,
-    batch_type: BatchType | None,
     late: Collection[int],
 ) -> tuple[tuple[BucketViews, ...], StepMemory, tuple[Flags, Flags]]:
     """The views of a rank's buckets, the memory that assembled matrices share, and flags for `FaultReport.watch`.
 
-    `limits`, `whole`, `states`: of the algorithm; limits by parameter, states by matrix and name. `batch_type`: changes
-    batches of sliced matrices. `late`: buckets whose updates run after the step.
+    `limits`, `whole`, `states`: of the algorithm; limits by parameter, states by matrix and name. `late`: buckets
+    whose updates run after the step.
     """
-    builder = _Builder(rank, limits, whole, states, batch_type, late)
+    builder = _Builder(rank, limits, whole, states, late)
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
@@ -184,10 +180,9 @@ class _Builder:
         limits: Sequence[Limits],
         whole: bool,
         states: MatrixStates,
-        batch_type: BatchType | None,
         late: Collection[int],
     ) -> None:
-        self.rank, self.states, self.batch_type = rank, states, batch_type
+        self.rank, self.states = rank, states
         self.limits, self.whole = limits, whole
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
@@ -258,7 +253,7 @@ class _Builder:
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)
-        return batch if self.batch_type is None else self.batch_type(batch)
+        return batch
 
     def parts(self, matrices: tuple[int, ...], whole: Tensor) -> Iterator[BatchPart]:
         planned, start = self.rank.plan, 0
@@ -298,8 +293,8 @@ class _Builder:
         parameters, views, squares, counts = list[int](), list[Tensor](), list[float](), list[int]()
         for piece, view in ((piece, piece.view) for piece in pieces if piece.view is not None):
             # A part has at most the singular values of the whole matrix.
-            limits, whole_shape = self.limits[piece.parameter], self.rank.plan.matrices[piece.matrix].whole_shape
-            sides = view.shape if limits == "spectrum" else whole_shape
+            limits, matrix = self.limits[piece.parameter], self.rank.plan.matrices[piece.matrix]
+            sides = view.shape if limits == "spectrum" else (matrix.rows, matrix.cols)
             square = largest_value(self.rank.iterations[piece.parameter].steps) ** 2 * min(sides)
             square = math.inf if limits == "nothing" else square
             if views and parameters[-1] == piece.parameter and counts[-1] < BOUNDED and _adjacent(views[-1], view):

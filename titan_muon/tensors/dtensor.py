@@ -19,9 +19,6 @@ from ..plan.terms.layout import region
 from .device import current_device, is_host
 from .process_groups import ranks_of
 
-TENSOR_PARALLEL = "tp"
-"""Name of the tensor-parallel mesh axis in PyTorch's examples and TorchTitan."""
-
 MARKS = ("megatron_fsdp_dist_index", "_mfsdp_parameter_group")
 """Attributes of a parameter of Megatron-FSDP, of the classic implementation and of the experimental one."""
 
@@ -61,11 +58,7 @@ def layout_on(
     """As `layout_of`, for a tensor of this shape on a mesh. `by_rows`: whether `set_rows` tells the rows."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     placed = tuple(_placement(fqn, p, by_rows=by_rows) for p in placements)
-    names = mesh.mesh_dim_names or ()
-    axis = names.index(TENSOR_PARALLEL) if TENSOR_PARALLEL in names else None
-    if axis is not None and (ranks.shape[axis] == 1 or isinstance(placed[axis], types.Replicate)):
-        axis = None
-    return types.Layout(tuple(shape), ranks, placed, axis)
+    return types.Layout(tuple(shape), ranks, placed)
 
 
 def _placement(fqn: str, placement: Placement, *, by_rows: bool) -> types.Placement:

@@ -26,7 +26,7 @@ IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "ch
 SAME_EXPERIMENT = IGNORED | {
     *("training.steps", "training.enable_cpu_offload", "training.gc_freq", "training.gc_debug"),
     *("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
-    *("muon.expert.exchange", "muon.expert.replicas", "muon.expert.split_over", "muon.state", "muon.overlap"),
+    *("muon.expert.exchange", "muon.expert.replicas", "muon.state", "muon.overlap"),
     *("muon.expert.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
     *("activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"),
     *("placement", "profiler", "validator"),

@@ -34,9 +34,8 @@ def trained(count: int, mesh: DeviceMesh | None, steps: int, **options: Any) -> 
     named = [(f"layers.{index}", param) for index, param in enumerate(params)]
     muon = Muon(named, **muon_keywords(lr=0.02, orthogonalize="reference", **options))
     for step in range(1, steps + 1):
-        with muon.overlap():
-            for param, grad in zip(params, tensors(count, step), strict=True):
-                param.grad = placed(grad)
+        for param, grad in zip(params, tensors(count, step), strict=True):
+            param.grad = placed(grad)
         norm = clip_grad_norm_(params, 1e9, optimizer=muon)
         assert float(norm) == pytest.approx(float(torch.cat([g.flatten() for g in tensors(count, step)]).norm()))
         muon.step()
@@ -79,7 +78,7 @@ def on_four_ranks(rank: int, world_size: int) -> dict[str, Any]:
     else:
         results["refused"] = message(lambda: Muon([("w", nn.Parameter(torch.ones(16, 24)))], process_group=alone))
     if rank < 2:
-        results["half"] = trained(2, pairs, STEPS, process_group=pair, overlap="backward")
+        results["half"] = trained(2, pairs, STEPS, process_group=pair)
         results["replicas"] = trained(2, None, STEPS, process_group=pair)
         results["hybrid"] = hybrid_trained(pair)
     # Both pairs at once. The pairs have different numbers of matrices and of steps.

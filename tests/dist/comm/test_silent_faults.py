@@ -36,8 +36,7 @@ class Training:
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
-        with self.optimizer.overlap():
-            self.model(torch.arange(8)).square().sum().backward()
+        self.model(torch.arange(8)).square().sum().backward()
 
     def weights(self) -> list[Tensor]:
         """Copies of this rank's shards, without the empty shard of the head."""
@@ -114,10 +113,6 @@ INJECTED: dict[str, tuple[Callable[[int, Training], object], str]] = {
         lambda rank, training: rank and spoil(training.model.embedding.weight.grad),
         "embedding.weight: gradient or momentum was not finite",
     ),
-    "removed after the gather": (
-        lambda rank, training: rank and drop(training.model.layers[1].weight),
-        "no gradient for layers.1.weight: it was removed after backward had sent it",
-    ),
     "nothing": (lambda rank, training: None, ""),
 }
 """Faults of a step, and the texts in the errors of the next one."""
@@ -127,7 +122,7 @@ def inject(rank: int, world_size: int) -> dict[str, list[str]]:
     """By fault: errors of a healthy step, of the faulty step, and of two more steps."""
     found = {}
     for name, (fault, _) in INJECTED.items():
-        training = Training(overlap="backward" if name == "removed after the gather" else "none")
+        training = Training()
         errors = found[name] = [message(training.optimizer.step)]
         training.backward()
         with torch.no_grad():
@@ -156,8 +151,7 @@ def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
 
 
 NOT_FINITE: tuple[dict[str, str], ...] = (
-    {"overlap": "none"},
-    {"overlap": "backward"},
+    {},
     {"on_bad_gradient": "skip_nonfinite"},
 )
 
@@ -171,7 +165,7 @@ def not_finite(rank: int, world_size: int) -> list[tuple[bool, bool, list[str], 
         training.backward()
         if rank == 1:
             spoil(training.model.embedding.weight.grad)
-        # Only AdamW's gradients are clipped: the gathers of backward have sent Muon's.
+        # Only AdamW's gradients are clipped.
         of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
         weights, states = training.weights(), training.states()
         clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
@@ -236,13 +230,12 @@ def healthy(rank: int, world_size: int) -> list[str]:
     errors = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for options in ({"overlap": "backward", "idle": "hold"}, {"state": "owner"}, {"algorithm": "normuon"}):
+        for options in ({"idle": "hold"}, {"state": "owner"}, {"algorithm": "normuon"}):
             training = Training(**options)
             for step in range(40):
                 for name in ("muon", "adamw"):
                     group(training, name)["lr"] = 0.02 / (1 + step)
-                clip = [training.model.embedding.weight] if "overlap" in options else training.model.parameters()
-                clip_grad_norm_(clip, 1.0, optimizer=training.optimizer)
+                clip_grad_norm_(training.model.parameters(), 1.0, optimizer=training.optimizer)
                 errors.append(message(training.optimizer.step))
                 training.backward()
             errors.append(message(training.optimizer.check_replicas))

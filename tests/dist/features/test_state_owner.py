@@ -84,7 +84,6 @@ def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused()
     [
         ({"exchange": "all_gather_reduce_scatter"}, r"state = 'owner': exchange = .* or state = 'replicated'"),
         ({"replicas": "redundant"}, r"state = 'owner': replicas = .* or state = 'replicated'"),
-        ({"split_over": 2}, r"split_over = 2: state = 'owner' .* or split_over = 1"),
     ],
 )
 def test_options_that_need_several_momenta_are_refused(options: dict[str, Any], fault: str) -> None:

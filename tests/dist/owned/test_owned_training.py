@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
-from tests.machines import machine_file
-from titan_muon import Expert, Muon, Owners, own
-from titan_muon.options import Overlap
-from titan_muon.owned import is_owned
+from titan_muon import Owners, own
 from titan_muon.tensors.dtensor import local
 
 STEPS = 4
@@ -387,53 +384,3 @@ def test_the_next_module_is_prefetched_during_compute() -> None:
             ["UNSHARDED", "OWNED", "OWNED"],
         ]
         assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]
-
-
-MICROBATCHES = 2
-SLOW = machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
-"""Slow links, for plans with several buckets."""
-
-
-def overlapped(rank: int, world_size: int, setup: Setup) -> tuple[int, int, dict[str, int]]:
-    """As `stepped` with gathers in backward, with the bits of a step without."""
-    without, *_ = stepped(rank, world_size, setup, "none")
-    weights, *counts = stepped(rank, world_size, setup, "backward")
-    assert all(map(torch.equal, without, weights))
-    return tuple(counts)  # type: ignore[return-value]
-
-
-def stepped(
-    rank: int, world_size: int, setup: Setup, overlap: Overlap
-) -> tuple[list[Tensor], int, int, dict[str, int]]:
-    """Weights after a step of Muon, gathers before, gathers of the plan, and calls of each owned parameter's hook."""
-    model = make()
-    place(model, setup, data_mesh(world_size, setup, model))
-    named = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    muon = Muon(named.items(), overlap=overlap, expert=Expert(orthogonalize="reference"), machine=SLOW).build()
-    called = dict.fromkeys((name for name, param in named.items() if is_owned(param)), 0)
-
-    def count(name: str, param: Tensor) -> None:
-        assert param is named[name], "autograd gives the parameter"
-        assert param.grad is not None, "what was reduced is there"
-        assert local(param.grad).numel() > 0, "on its owner"
-        called[name] += 1
-
-    for name in called:
-        named[name].register_post_accumulate_grad_hook(partial(count, name))
-    before = muon.exchange.traffic.calls
-    for part in range(MICROBATCHES):
-        with muon.overlap() if part == MICROBATCHES - 1 and overlap == "backward" else nullcontext():
-            loss_of(model, rank // setup.tensor, world_size // setup.tensor, 0, part).backward()
-    gathers = muon.exchange.traffic.calls - before
-    muon.step()
-    return [local(p).detach().clone() for p in named.values()], gathers, len(muon.plan.buckets), called
-
-
-@pytest.mark.parametrize("setup", [replace(TENSOR, prepare=recomputed_within), PLAIN], ids=["pieces", "beside"])
-def test_gathers_begin_as_soon_as_owners_have_gradients(setup: Setup) -> None:
-    """Of pieces of tensor parallelism, or of the matrices beside local ones. A wait would last until the step."""
-    ranks = run_ranks(overlapped, 2, setup)
-    assert all(gathers == planned > 0 for gathers, planned, _ in ranks)
-    for name in ranks[0][2]:
-        calls = sorted(called[name] for *_, called in ranks)
-        assert calls == [0 if setup.tensor == 1 else MICROBATCHES, MICROBATCHES], f"{name}: only owners call hooks"

@@ -302,15 +302,14 @@ def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: p
 def sharded(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     """Whole weights after some steps, by placement."""
     mesh, results = init_device_mesh("cpu", (world_size,)), {}
-    for name, dim, options in (("rows", 0, {}), ("columns", 1, {}), ("early", 0, {"overlap": "backward"})):
+    for name, dim in (("rows", 0), ("columns", 1)):
         values = {key: value for key, value in drawn(0, dtype).items() if value.ndim == 2}
         params = {k: nn.Parameter(distribute_tensor(v, mesh, [Shard(dim)])) for k, v in values.items()}
-        muon = Muon(list(params.items()), **muon_keywords(lr=0.02, orthogonalize="reference", fused=True, **options))
+        muon = Muon(list(params.items()), **muon_keywords(lr=0.02, orthogonalize="reference", fused=True))
         for step in range(STEPS):
             grads = {k: distribute_tensor(drawn(step + 1, dtype)[k], mesh, [Shard(dim)]) for k in params}
-            with muon.overlap():
-                # Backward accumulates the gradients.
-                sum((param.float() * grads[k].float()).sum() for k, param in params.items()).backward()
+            # Backward accumulates the gradients.
+            sum((param.float() * grads[k].float()).sum() for k, param in params.items()).backward()
             muon.step()
             muon.zero_grad()
         muon.check_last_step()

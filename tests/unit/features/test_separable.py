@@ -14,7 +14,7 @@ FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "overlap")
 )
 DECORATORS = ["tensors.fused_kernels", *(f"algorithms.{name}" for name in ("fused", "keeping", "scaling"))]
-FILES = [*FEATURES, "features.overlap", *DECORATORS]
+FILES = [*FEATURES, *DECORATORS]
 
 STEPS = """
 import sys
@@ -52,8 +52,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
     ("kept", "options", "found_inf"),
     [
         (("features.offload",), "offload='state'", "None"),
-        (("features.backward", "features.overlap"), "overlap='backward'", "None"),
-        (("features.forward", "features.overlap"), "overlap='forward'", "None"),
+        (("features.forward",), "overlap='forward'", "None"),
         (("features.eight_bit",), "state_dtype='int8'", "None"),
         (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
@@ -71,7 +70,7 @@ def test_a_step_with_a_feature_loads_only_the_files_of_this_feature(
     assert loaded(kept, options, found_inf) == str(sorted(kept))
 
 
-@pytest.mark.parametrize("choice", ["skip", "hold", "int8", "backward", "forward"])
+@pytest.mark.parametrize("choice", ["skip", "hold", "int8", "forward"])
 def test_the_step_does_not_ask_for_the_option_of_a_feature(choice: str) -> None:
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "step").glob("*.py")]
     values = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}

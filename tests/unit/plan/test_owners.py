@@ -117,7 +117,7 @@ def test_the_states_of_matrices_spread_over_the_ranks() -> None:
     holders = []
     for size in (0, 10**8):
 
-        def work_of(parameter: int, rows: int, cols: int, slices: int = 1, /, size: int = size) -> Work:
+        def work_of(parameter: int, rows: int, cols: int, size: int = size) -> Work:
             return Work("soap", flops=rows * cols * cols, bytes=1, state_bytes=size if parameter else 0)
 
         plan = make_plan(parameters, work_of, MuonOptions())

@@ -26,13 +26,12 @@ from tests.unit.plans import (
     torch_local,
 )
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
-from titan_muon.plan.cost.walk import batches
 from titan_muon.plan.exchange.phases import Act
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
 from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
 
-GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
+GATHER, RETURN, SPREAD = "gather", "return", "spread"
 SEPARATE = 10**6
 """Tensors of one name on separate coordinates differ by multiples of this value."""
 Key = tuple[int, str, tuple[int, ...]]
@@ -73,7 +72,6 @@ class World:
         self.launched: dict[Key, set[int]] = {}
         self.done: set[Key] = set()
         self.work: Counter[tuple[int, int]] = Counter()
-        self.met: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         self.geometries = Geometries(plan.parameters)
         self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
 
@@ -91,8 +89,7 @@ class World:
             assert self._progress() != before or not running, f"ranks {list(running)} wait for each other"
 
     def _progress(self) -> tuple[int, int]:
-        met = sum(len(ranks) for ranks in (*self.launched.values(), *self.met.values()))
-        return met, len(self.done)
+        return sum(len(ranks) for ranks in self.launched.values()), len(self.done)
 
     def launch(self, rank: int, collective: Key) -> None:
         self.launched.setdefault(collective, set()).add(rank)
@@ -100,21 +97,11 @@ class World:
         if not self.late and self._complete(collective):
             self._move(collective)
 
-    def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
-        """A rank reaches a slice of the matrix with first slice `first`."""
-        met = self.met.setdefault((first, team), set())
-        assert rank in team
-        assert rank not in met
-        met.add(rank)
-        if met == set(team):
-            self.done.add((first, SLICES, team))
-        return first, SLICES, team
-
     def _complete(self, collective: Key) -> bool:
         return self.launched.get(collective, set()) == set(collective[2])
 
     def _finished(self, collective: Key) -> bool:
-        if collective[1] != SLICES and collective not in self.done and self._complete(collective):
+        if collective not in self.done and self._complete(collective):
             self._move(collective)
         return collective in self.done
 
@@ -215,12 +202,6 @@ class Rank:
         if buffers.cleared is not None:
             buffers.cleared.zero_()
         chosen = self.program.buckets[index].matrices
-        for matrix, *others in batches(chosen, self.plan.matrices, self.plan.works):
-            part = self.plan.matrices[matrix].slice
-            if part is not None:
-                assert others == []
-                # The owners of slices wait for each other.
-                yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
         for matrix in chosen:
             expected = whole(self.plan, self.full, matrix)
             result = torch.full_like(expected, torch.nan)
@@ -338,7 +319,7 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -
 
 
 @examples(75)
-@given(plans(cut=False, overlaps=("backward", "forward")))
+@given(plans(cut=False, overlaps=("forward",)))
 def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
     """The rounds follow the pass, and equal matrices have swapped owners."""
     check_owners(check_step(plan, late=True))

@@ -50,15 +50,12 @@ def counted(plan: Plan, rank: int) -> RankCost:
     stacks = [batch for part in parts for batch in batches(part, plan.matrices, plan.works)]
     whole = max((sum(plan.matrices[m].numel * width_of(plan, m) for m in batch) for batch in stacks), default=0)
     stored = [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
-    teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
-    assert len(teams) == len(program.teams)
-    among = sum(team.sent for team in teams)
     return RankCost(
         rank=rank,
         matrices=len(mine),
         ns_flops=sum(plan.matrices[m].flops for m in mine),
-        bytes_sent=sent + among,
-        bytes_received=received + among,
+        bytes_sent=sent,
+        bytes_received=received,
         buffer_bytes=buffer_bytes(plan, program),
         work_bytes=whole
         + max(
@@ -66,8 +63,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
             # Calls for the momentum and for the weights: float32, of 2**23 elements or a row.
             4 * min(max(stored, default=0), 2**23),
         ),
-        collectives=sum(phase.travels for run in program.buckets for phase in run.phases)
-        + sum(team.calls for team in teams),
+        collectives=sum(phase.travels for run in program.buckets for phase in run.phases),
         buckets=len(stored),
         bucket_elements=max(stored, default=0),
         state_elements=sum(stored),
@@ -82,12 +78,7 @@ def iteration_bytes(plan: Plan, parts: list[list[Matrix]]) -> int:
     """
     iteration = 0
     for together in parts:
-        for m in together:
-            if m.slice is not None:
-                # The slice twice, three square matrices of the smaller side, and a fifth of the slice.
-                square = min(m.whole_shape) ** 2
-                iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
-        for (rows, cols, work), count in Counter((m.rows, m.cols, m.work) for m in together if m.slice is None).items():
+        for (rows, cols, work), count in Counter((m.rows, m.cols, m.work) for m in together).items():
             stacked = math.ceil(count / math.ceil(count / plan.works[work].batch))
             iteration = max(iteration, stacked * (2 * rows * cols + 2 * min(rows, cols) ** 2))
     return iteration * 2
@@ -123,9 +114,8 @@ def buffer_bytes(plan: Plan, program: Program) -> int:
 def test_every_ranks_cost_equals_the_program_cost(plan: Plan) -> None:
     summary = summarize(plan)
     assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
-    wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
-    assert summary.muon_matrices == len(wholes)
-    assert summary.orthogonalizations == sum(cost.matrices for cost in summary.ranks) - len(plan.matrices) + len(wholes)
+    assert summary.muon_matrices == len(plan.matrices)
+    assert summary.orthogonalizations == sum(cost.matrices for cost in summary.ranks)
     for name in ("bytes_sent", "buffer_bytes"):
         assert getattr(summary, f"{name}_max") == max(getattr(cost, name) for cost in summary.ranks)
     assert summary.collectives_per_step == max(cost.collectives for cost in summary.ranks)

@@ -16,7 +16,6 @@ from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
 from titan_muon.options import Machine, OptionError, Overlap
 from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
 from titan_muon.plan.cost.walk import Costs
-from titan_muon.plan.exchange.phases import ordered_rounds
 from titan_muon.plan.search.search import CandidatePlan
 from titan_muon.plan.terms.machine import COLLECTIVE_OPERATORS, MACHINES, STEP_OPERATORS, Link, MachineRates, machine_of
 from titan_muon.plan.terms.types import Parameter, Plan, Shard
@@ -97,53 +96,15 @@ def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
     assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
 
 
-def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
-    """Four rounds of one matrix per rank, in the order of backward or of forward, and a machine with 1 s of
+def four_rounds() -> tuple[Plan, MachineRates]:
+    """Four rounds of one matrix per rank, in the order of forward, and a machine with 1 s of
     Newton-Schulz for each and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=rates(node_latency_us=1e6))
     bucket = plan.buckets[0]
-    matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
+    matrices = [range(start, start + 4) for start in (0, 4, 8, 12)]
     buckets = tuple(replace(bucket, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
-
-
-@pytest.mark.parametrize(
-    ("buffer_sets", "overlap", "step", "exposed", "hidden"),
-    [
-        (4, "none", 4.8, 0.8, None),
-        # Three of four gathers in backward, the last behind the first rounds: the last return is left.
-        (4, "backward", 4.4, 0.4, 1.2),
-        (2, "backward", 5.2, 1.2, 0.4),
-        # A round with a wait for the earlier round's buffers cannot be prefetched.
-        (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
-    ],
-)
-def test_backward_hides_gathers_with_buffers(
-    buffer_sets: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
-) -> None:
-    plan, machine = four_rounds()
-    plan = replace(plan, buffer_sets=buffer_sets)
-    played = timeline(plan, machine, overlap=overlap)
-    assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
-    assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
-    # In the step links carry the remaining traffic of eight ways.
-    assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
-    assert least_seconds(plan, machine, played) <= played.last.seconds
-
-
-def test_backward_hides_no_gather_after_the_last_gradient() -> None:
-    """The second round has the first matrix, with the last gradient; the third round cannot start earlier."""
-    plan, machine = four_rounds()
-    first, second, third, last = plan.buckets
-    swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
-    played = timeline(
-        replace(plan, buckets=(first, swapped[0], third, swapped[1]), buffer_sets=4), machine, overlap="backward"
-    )
-    assert played.hidden == pytest.approx(0.4)
-    assert ordered_rounds(plan.buckets, "backward") == 3
-    assert ordered_rounds(plan.buckets[:1], "backward") == ordered_rounds((), "backward") == 0
-    assert ordered_rounds(plan.buckets, "forward") == ordered_rounds(plan.buckets, "none") == 0
 
 
 @pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...options import Overlap
 from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
-from ..exchange.phases import NO_OVERLAP, Act, OverlappedRounds, ordered_rounds, overlapped_rounds, schedule
+from ..exchange.phases import Act, hidden_returns, ordered_rounds, schedule
 from ..terms.machine import BUCKET_OPERATORS, STEP_OPERATORS, ElementwiseCost, MachineRates
 from ..terms.pieces import Pieces
 from ..terms.types import Plan
@@ -47,8 +47,7 @@ class Timeline:
     Attributes:
         least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
         exposed: seconds that the step waits for communication.
-        hidden: communication seconds outside the step, of the rank with the most: gathers before the step, or from the
-            end of the step until the next pass has all results. None without overlap.
+        hidden: seconds from the end of the step until the next forward has all results. None without overlap.
         tail: seconds between the last Newton-Schulz and the end of the step. `overlap = "forward"` cannot save more.
     """
 
@@ -87,11 +86,11 @@ class StageSpan(NamedTuple):
 
 
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
-    """Simulate a plan. A pass with `overlap` is assumed to hide all of its gathers or returns."""
+    """Simulate a plan. A pass with `overlap` is assumed to hide all of its returns."""
     cost, hidden = _with_overlap(plan, machine, overlap)
     clock = Clock(cost, plan.buffer_sets, hidden)
     shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
-    # Hidden gathers take no time in either run; late applies are left out of both.
+    # Late applies are left out of both runs.
     free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
     parts = listed_parts(plan, cost.costs.pieces)
     after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
@@ -101,7 +100,7 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
         tuple(_rank_time(cost, index, end, hidden, shapes, parts) for index, end in enumerate(clock.now)),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
-        None if overlap == "none" else _gather_seconds(cost, hidden.gathers) + after,
+        None if overlap == "none" else after,
         clock.end - clock.computed,
     )
 
@@ -114,13 +113,14 @@ def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> li
     return sorted(result, key=lambda span: (span.start, span.rank))
 
 
-def _with_overlap(plan: Plan, machine: MachineRates, overlap: Overlap) -> tuple[PlanCost, OverlappedRounds]:
+def _with_overlap(plan: Plan, machine: MachineRates, overlap: Overlap) -> tuple[PlanCost, int]:
+    """The costs, and how many of the last rounds the next forward hides."""
     ordered = ordered_rounds(plan.buckets, overlap)
-    return PlanCost.from_plan(plan, machine), overlapped_rounds(overlap, plan.buffer_sets, plan.rounds, ordered)
+    return PlanCost.from_plan(plan, machine), hidden_returns(plan.buffer_sets, plan.rounds, ordered)
 
 
 class Clock:
-    """Clocks of every rank's compute stream and links after a step, without `hidden` rounds.
+    """Clocks of every rank's compute stream and links after a step, without the updates of the last `hidden` rounds.
 
     `links`: factor on their time. `spans` receives each stage.
 
@@ -137,7 +137,7 @@ class Clock:
         self,
         cost: PlanCost,
         buffer_sets: int,
-        hidden: OverlappedRounds = NO_OVERLAP,
+        hidden: int = 0,
         *,
         links: float = 1.0,
         spans: list[StageSpan] | None = None,
@@ -170,8 +170,7 @@ class Clock:
         bucket = self._cost.buckets[index]
         for share in bucket.shares:
             self._run("advance", index, share.rank, share.pack)
-        if bucket.round >= self._hidden.gathers:
-            self._launch("gather", index, [share.gather for share in bucket.shares])
+        self._launch("gather", index, [share.gather for share in bucket.shares])
 
     def _run_local(self) -> None:
         for share in self._cost.local:
@@ -184,15 +183,6 @@ class Clock:
         bucket, now = self._cost.buckets[index], self.now
         for rank in bucket.group:
             now[rank] = max(now[rank], self._arrived[index])
-        for team, seconds in bucket.teams:
-            # Slices of a matrix start at the last of their owners, and end together. `owned` below includes their
-            # seconds.
-            start = max(now[rank] for rank in team)
-            for rank in team:
-                now[rank] = start + seconds
-        for team, seconds in bucket.teams:
-            for rank in team:
-                now[rank] -= seconds
         for share in bucket.shares:
             self._run("copy", index, share.rank, share.copies)
             self._run("orthogonalize", index, share.rank, share.owned.seconds)
@@ -201,7 +191,7 @@ class Clock:
 
     def _apply(self, index: int) -> None:
         bucket, arrived = self._cost.buckets[index], self._arrived[index]
-        ends = self.after_step if bucket.round >= self._cost.rounds - self._hidden.returns else self.now
+        ends = self.after_step if bucket.round >= self._cost.rounds - self._hidden else self.now
         for share in bucket.shares:
             ends[share.rank] = max(ends[share.rank], self.now[share.rank], arrived)
             self._run("apply", index, share.rank, share.apply, ends)
@@ -259,26 +249,24 @@ def listed_parts(plan: Plan, pieces: Pieces) -> Counter[int]:
     return counts
 
 
-def _rank_time(
-    cost: PlanCost, index: int, end: float, hidden: OverlappedRounds, shapes: int, parts: Mapping[int, int]
-) -> RankTime:
-    shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden.returns, cost.costs
+def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int, parts: Mapping[int, int]) -> RankTime:
+    shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
     # Rounding of the sums could make waits negative.
     waits = max(0.0, end - newton - passes)
-    # Of the rank's busiest link, without hidden gathers and returns.
+    # Of the rank's busiest link, without hidden returns.
     traffic = [
         phase.in_bytes(share.wire_bytes)
         for share in shares
-        for phase in share.totals.phases[share.round < hidden.gathers : 1 if share.round >= first_late else None]
+        for phase in share.totals.phases[: 1 if share.round >= first_late else None]
     ]
     total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
     operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
     host = costs.machine.host_seconds(
         operators,
         parts.get(cost.ranks[index], 0),
-        sum(share.totals.collectives + share.owned.team_calls for share in shares),
+        sum(share.totals.collectives for share in shares),
     )
     link = total.seconds(1, costs.machine)
     return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)
@@ -296,16 +284,6 @@ def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
         passes.traffic.apply_launches - 1
     )
     return share.owned.operators + advance + apply + buckets * BUCKET_OPERATORS
-
-
-def _gather_seconds(cost: PlanCost, rounds: int) -> float:
-    """Seconds of the first rounds' gathers, on the rank with most."""
-    sums = [0.0] * len(cost.ranks)
-    for bucket in cost.buckets:
-        longest = max(share.gather for share in bucket.shares)
-        for rank in bucket.group if bucket.round < rounds and longest else ():
-            sums[rank] += longest + bucket.latency
-    return max(sums, default=0.0)
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:

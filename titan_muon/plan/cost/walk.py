@@ -13,27 +13,23 @@ from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts
 from ..exchange.phases import aligned
 from ..terms.machine import BATCH_OPERATORS, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
 from ..terms.pieces import Pieces, Ranks
-from ..terms.types import Bucket, Matrix, Plan, teams_in
+from ..terms.types import Bucket, Matrix, Plan
 
 LOCAL = -1
 """Bucket and round of local matrices."""
 
 
 def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-    """Indices of each batch for a single orthogonalization: matrices of equal shape and work, or a single slice."""
-    # Slices first, because their owners wait for each other. In order of the plan, because owners with two sliced
-    # matrices would otherwise deadlock.
-    slices = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
+    """Indices of each batch for a single orthogonalization: matrices of equal shape and work."""
     equal: dict[tuple[int, int, int], list[int]] = {}
     for index in chosen:
         matrix = matrices[index]
-        if matrix.slice is None:
-            equal.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
-    wholes = []
+        equal.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
+    result = []
     for (_, _, work), indices in equal.items():
         left = iter(indices)
-        wholes += [tuple(next(left) for _ in range(size)) for size in _batch_sizes(len(indices), works[work])]
-    return (*slices, *wholes)
+        result += [tuple(next(left) for _ in range(size)) for size in _batch_sizes(len(indices), works[work])]
+    return tuple(result)
 
 
 def _batch_sizes(count: int, work: Work) -> list[int]:
@@ -53,7 +49,7 @@ class OwnedCost(NamedTuple):
     """Cost of the matrices that a rank orthogonalizes in a bucket, or of its local matrices.
 
     `largest`: most elements of a batch. `assembled`, `iteration`: most bytes of a batch, assembled and in the
-    iteration. `team_*`: traffic with owners of other slices. `operators`: of PyTorch.
+    iteration. `operators`: of PyTorch.
     """
 
     elements: int = 0
@@ -64,8 +60,6 @@ class OwnedCost(NamedTuple):
     matrices: int = 0
     flops: int = 0
     batches: int = 0
-    team_sent: int = 0
-    team_calls: int = 0
     operators: int = 0
 
 
@@ -128,8 +122,6 @@ class Costs:
                 matrices=total.matrices + size,
                 flops=total.flops + size * matrix.flops,
                 batches=total.batches + 1,
-                team_sent=total.team_sent + (size * work.team.sent if work.team else 0),
-                team_calls=total.team_calls + (size * work.team.calls if work.team else 0),
                 operators=total.operators + work.operators + BATCH_OPERATORS,
             )
         return total
@@ -183,14 +175,12 @@ class BucketCost(NamedTuple):
     Attributes:
         group: positions among all ranks of the plan.
         latency: seconds of an empty collective.
-        teams: by sliced matrix, the positions of the owners, and the seconds within `owned`.
     """
 
     group: tuple[int, ...]
     round: int
     shares: tuple[Share, ...]
     latency: float
-    teams: tuple[tuple[tuple[int, ...], float], ...] = ()
 
 
 class StepBytes(NamedTuple):
@@ -273,11 +263,7 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
                 wire_bytes=wire_bytes,
             )
         )
-    teams = tuple(
-        (tuple(place[rank] for rank in ranks), costs.owned(((pieces.kinds[first], 1),)).seconds)
-        for first, ranks in teams_in(bucket, pieces.matrices).items()
-    )
-    return BucketCost(tuple(place[rank] for rank in bucket.group), bucket.round, tuple(shares), latency, teams)
+    return BucketCost(tuple(place[rank] for rank in bucket.group), bucket.round, tuple(shares), latency)
 
 
 def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
 
 from ...options import Overlap
 from ..terms.types import Bucket, Piece
@@ -131,8 +130,7 @@ def gather_phase(stored: ByPeer, rank: int, group: tuple[int, ...], collective: 
 
 
 EARLY = 1 / 8
-"""Communication of the first eighth of the model is not overlapped: its gradients come last in backward, and forward
-needs its weights first."""
+"""Returns of the first eighth of the model are not overlapped, because forward needs its weights first."""
 
 
 class Act(Enum):
@@ -159,36 +157,13 @@ def late_rounds(buffer_sets: int, rounds: int) -> range:
     return range(max(0, rounds - buffer_sets), rounds)
 
 
-class OverlappedRounds(NamedTuple):
-    """First rounds gathered in the backward before the step, and last rounds returned in the next forward."""
-
-    gathers: int = 0
-    returns: int = 0
-
-
-NO_OVERLAP = OverlappedRounds()
-
-
-def pass_order(overlap: Overlap) -> int:
-    """Sign of the order in which the pass of the model reaches the parameters: backward reaches the last first."""
-    return -1 if overlap == "backward" else 1
-
-
-def overlapped_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> OverlappedRounds:
-    """The rounds that `overlap` hides, at most the result `ordered` of `ordered_rounds`."""
-    if overlap == "backward":
-        # Minus one: nothing hides the last gather of the opening, with the last gradients of backward.
-        return OverlappedRounds(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
-    if overlap == "forward":
-        return OverlappedRounds(returns=min(ordered, len(late_rounds(buffer_sets, rounds))))
-    return NO_OVERLAP
+def hidden_returns(buffer_sets: int, rounds: int, ordered: int) -> int:
+    """The last rounds that the next forward hides, at most the result `ordered` of `ordered_rounds`."""
+    return min(ordered, len(late_rounds(buffer_sets, rounds)))
 
 
 def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
-    """How many rounds can be overlapped, because they have no matrix of the EARLY share.
-
-    Backward counts from the first round, forward from the last.
-    """
+    """How many of the last rounds the next forward can hide, because they have no matrix of the EARLY share."""
     least: dict[int, int] = {}
     most = 0
     for bucket in () if overlap == "none" else buckets:
@@ -196,8 +171,7 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
         most = max(most, *bucket.matrices)
     first = min(least.values(), default=0)
     early = first + EARLY * (most + 1 - first)
-    in_order = sorted(least, reverse=overlap == "forward")
-    return sum(1 for _ in takewhile(lambda number: least[number] >= early, in_order))
+    return sum(1 for _ in takewhile(lambda number: least[number] >= early, sorted(least, reverse=True)))
 
 
 def schedule(rounds: int, buffer_sets: int) -> tuple[list[Turn], list[Turn]]:

@@ -169,7 +169,6 @@ class Problem:
         tasks: for each remaining matrix, one for each assembling group.
         load: local FLOPs of each rank.
         eligible: possible owners of a matrix, if fewer than the group.
-        owners: fixed, for slices and tensor-parallel groups.
     """
 
     parameters: tuple[Parameter, ...]
@@ -181,7 +180,6 @@ class Problem:
     groups: tuple[Ranks, ...]
     load: Mapping[int, int]
     eligible: Mapping[int, Ranks]
-    owners: OwnerOf | None = None
 
 
 def make_problem(
@@ -264,12 +262,6 @@ class Balancer:
 
     def least(self) -> int:
         return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
-
-    def latest_end(self, ranks: Sequence[int]) -> int:
-        return max(self._flops[rank] for rank in ranks)
-
-    def longest(self) -> int:
-        return max(self._flops.values(), default=0)
 
     def lightest(self) -> int:
         return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))

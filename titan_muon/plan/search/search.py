@@ -13,19 +13,19 @@ from itertools import accumulate, groupby, pairwise
 from ...options import OptionError
 from ..cost.timeline import Clock
 from ..cost.walk import PlanCost
-from ..exchange.phases import ordered_rounds, overlapped_rounds, pass_order
+from ..exchange.phases import hidden_returns, ordered_rounds
 from ..terms.pieces import Pieces, Ranks
-from ..terms.types import Bucket, Matrix
+from ..terms.types import Bucket
 from .owners import STRATEGIES, Groups, OwnerOf, Problem, Task, among
 
 
-def rounds(tasks: Sequence[Task], count: int, sign: int = 1) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive matrices. `sign`: their order, from `pass_order`."""
+def rounds(tasks: Sequence[Task], count: int) -> list[list[Task]]:
+    """Tasks in at most `count` rounds of consecutive matrices."""
     # A single round would leave every rank idle until the gather and again until the return, with buffers for all
     # matrices. Rounds are global, because groups with common ranks must launch collectives in a common order.
     total, seen = sum(task.bytes for task in tasks), 0
     result: list[list[Task]] = [[] for _ in range(count)]
-    for task in sorted(tasks, key=lambda task: (sign * task.matrix, task.group)):
+    for task in sorted(tasks, key=lambda task: (task.matrix, task.group)):
         result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
         seen += task.bytes
     return [round_tasks for round_tasks in result if round_tasks]
@@ -94,36 +94,21 @@ def _typical_times(queues: Iterable[Sequence[Task]], count: int) -> list[float]:
     return [(low + high) / 2 for low, high in pairwise(sorted(ends.values()))]
 
 
-def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
-    """The rounds with all slices of a matrix in the round of its first slice."""
-    place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
-    result: list[list[Task]] = [[] for _ in rounds]
-    for tasks in rounds:
-        for task in tasks:
-            matrix_slice = matrices[task.matrix].slice
-            first = task.matrix if matrix_slice is None else task.matrix - matrix_slice.place
-            result[place[first, task.group]].append(task)
-    return [round_tasks for round_tasks in result if round_tasks]
-
-
 def in_model_order(
     rounds: Sequence[Sequence[Task]],
     owners: OwnerOf,
-    sign: int,
     pieces: Pieces,
     eligible: Mapping[int, Ranks],
 ) -> tuple[list[list[Task]], OwnerOf]:
     """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
 
-    `sign`: of the order, from `pass_order`. `eligible`: the possible owners of a matrix, if fewer than the group.
+    `eligible`: the possible owners of a matrix, if fewer than the group.
     """
 
     def kind(task: Task) -> Hashable:
-        # Slices keep their owners, because a team of ranks orthogonalizes the matrix together.
-        sliced = task.matrix if pieces.matrices[task.matrix].slice is not None else None
-        return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix), sliced
+        return task.group, pieces.kinds[task.matrix], task.flops, eligible.get(task.matrix)
 
-    # A pass launches a round at the last of its gradients, or waits for a round at the first of its parameters.
+    # A forward waits for a round at the first of its parameters.
     # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for number, tasks in enumerate(rounds):
@@ -132,7 +117,7 @@ def in_model_order(
     exchanged, owned = [list(tasks) for tasks in rounds], dict(owners)
     for positions in places.values():
         before = [rounds[number][place] for number, place in positions]
-        after = sorted(before, key=lambda task: sign * task.matrix)
+        after = sorted(before, key=lambda task: task.matrix)
         for (number, place), old, new in zip(positions, before, after, strict=True):
             exchanged[number][place] = new
             owned[new.matrix, new.group] = owners[old.matrix, old.group]
@@ -144,8 +129,7 @@ def in_order(bucket: Bucket, pieces: Pieces, eligible: Mapping[int, Ranks]) -> B
     # Neighbours of a stack with one owner travel as one piece. The cost of each rank stays.
     owners, equal = dict(zip(bucket.matrices, bucket.owners, strict=False)), dict[Hashable, list[int]]()
     for matrix in sorted(bucket.matrices):
-        if pieces.matrices[matrix].slice is None:
-            equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
+        equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
     for alike in equal.values() if owners else ():
         owners.update(zip(alike, sorted(owners[matrix] for matrix in alike), strict=True))
     matrices = tuple(sorted(bucket.matrices))
@@ -227,7 +211,6 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
         self._local = problem.costs.local(problem.local)
-        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._candidates: list[CandidatePlan] = []
         self._simulated: dict[Strategy, CandidatePlan] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -238,7 +221,7 @@ class _Search:
         """Double the rounds until more rounds do not pay, then improve the best strategy field by field."""
         self._left = MOST_TURNS
         best, before = self._double(orders[0]), None
-        strategies = range(len(STRATEGIES) if self._problem.owners is None and self._problem.pattern.has_owners else 1)
+        strategies = range(len(STRATEGIES) if self._problem.pattern.has_owners else 1)
         # All combinations would take ten times as long.
         while best != before:
             before = best
@@ -287,8 +270,8 @@ class _Search:
     def _assigned(self, number: int) -> OwnerOf | None:
         # On demand: for tens of thousands of experts an assignment takes as long as a candidate.
         problem = self._problem
-        if problem.owners is not None or not problem.pattern.has_owners:
-            return problem.owners
+        if not problem.pattern.has_owners:
+            return None
         if number not in self._owners:
             load, eligible = problem.load, problem.eligible
             self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, load, eligible)
@@ -325,23 +308,18 @@ class _Search:
             if same is not None:
                 return self._simulate(replace(strategy, owners=same))
             if owners is None or strategy.order is Order.MODEL:
-                grouped = self._following(strategy.rounds)
+                grouped = rounds(self._problem.tasks, strategy.rounds)
             else:
                 problem = self._problem
                 grouped = dealt(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
                 if self._overlap != "none":
                     pieces, eligible = problem.costs.pieces, problem.eligible
-                    grouped, owners = in_model_order(grouped, owners, pass_order(self._overlap), pieces, eligible)
+                    grouped, owners = in_model_order(grouped, owners, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
 
-    def _following(self, count: int) -> list[list[Task]]:
-        return rounds(self._problem.tasks, count, pass_order(self._overlap))
-
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
-        if self._sliced:
-            grouped = together(grouped, self._problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         cost, ordered = PlanCost(buckets, self._local, self._problem.costs), ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
@@ -350,7 +328,7 @@ class _Search:
         added = []
         for buffer_sets in {min(sets, max(1, len(grouped))): None for sets in (*BUFFER_SETS, *most, *fewer)}:
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            hidden = overlapped_rounds(self._overlap, buffer_sets, len(grouped), ordered)
+            hidden = hidden_returns(buffer_sets, len(grouped), ordered)
             seconds, memory = Clock(cost, buffer_sets, hidden).end, cost.step_bytes(buffer_sets)
             buffers = max((rank.buffers for rank in memory), default=0)
             peak = max((rank.peak for rank in memory), default=0)
@@ -375,7 +353,7 @@ class _Search:
         """Simulate more and more rounds of consecutive matrices until `buffer_gib` suffices."""
         tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
-            self._add(self._following(count), self._assigned(0))
+            self._add(rounds(tasks, count), self._assigned(0))
             if count >= len(tasks):
                 return
             count = min(2 * count, len(tasks))

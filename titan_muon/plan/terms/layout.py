@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -234,22 +234,6 @@ class Geometry:
         for rank in ranks:
             replicas.setdefault(coordinates[rank], []).append(rank)
         return tuple(map(tuple, replicas.values()))
-
-    @cached_property
-    def peers(self) -> Mapping[int, tuple[int, ...]]:
-        """Ranks of the tensor-parallel group, in order, by rank."""
-        axis, mesh = self.layout.tensor_parallel, self.layout.mesh
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, coordinate in () if axis is None else mesh.coordinates.items():
-            groups.setdefault((*coordinate[:axis], *coordinate[axis:][1:]), []).append(rank)
-        return {rank: tuple(ranks) for ranks in groups.values() for rank in ranks}
-
-    @cached_property
-    def cut_by_peers(self) -> frozenset[int]:
-        """Indices of the matrices cut by tensor parallelism; experts distributed whole are excluded."""
-        peers = self.peers
-        indices = range(len(self.stack.matrices) if peers else 0)
-        return frozenset(i for i in indices if len({peers[rank].index(rank) for rank in self.elements(i)}) > 1)
 
     def elements(self, index: int) -> dict[int, int]:
         if not self._elements:

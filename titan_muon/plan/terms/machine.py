@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...options import Machine, OptionError
 
@@ -41,33 +41,6 @@ def gram_elements(rows: int, cols: int) -> int:
     return 2 * m * n + 4 * m * m
 
 
-def sliced_elements(rows: int, cols: int, slices: int) -> int:
-    """Elements on a rank: slices of X and the next X, three whole m x m matrices, rows of five."""
-    m, n = sorted((rows, cols))
-    return (2 * m * n + 5 * m * m) // slices + 3 * m * m
-
-
-@dataclass(frozen=True)
-class TeamCost:
-    """Traffic of a matrix between slice owners: bytes `sent` (and received), and `calls`."""
-
-    sent: int
-    calls: int
-
-
-def team_cost(side: int, slices: int, runs: Sequence[int], element_bytes: int) -> TeamCost:
-    """Traffic of an owner with one of `slices` slices; `runs` are the steps between restarts.
-
-    For each run the Gram matrix (`side` x `side`) is reduce-scattered in float32 by rows and all-gathered in the dtype
-    of the iteration, like each step's polynomial and next Gram matrix, and the run's product of polynomials (a run of a
-    single step has only the polynomial). The norm of each slice (4 bytes) is exchanged once.
-    """
-    gathers = sum(2 if length == 1 else 2 * length + 1 for length in runs)
-    peers_elements = side * side // slices * (slices - 1)
-    sent = peers_elements * (4 * len(runs) + element_bytes * gathers) + 4 * (slices - 1)
-    return TeamCost(sent, len(runs) + gathers + 1)
-
-
 @dataclass(frozen=True)
 class Work:
     """The method of orthogonalizing a matrix, and the cost.
@@ -78,7 +51,6 @@ class Work:
         batch: most matrices of a batch.
         bytes: working memory per matrix.
         dtype: of the products.
-        team: traffic between the owners of the slices; None if the matrix is not sliced.
         operators: of PyTorch for a batch.
         state_bytes: of a matrix, on its owner between steps.
         wire_bytes: of an element in transit. Matrices with others travel in other buckets.
@@ -90,7 +62,6 @@ class Work:
     batch: int = 1
     bytes: int = 0
     dtype: str = "bfloat16"
-    team: TeamCost | None = None
     operators: int = 20
     state_bytes: int = 0
     wire_bytes: int = 2
@@ -161,10 +132,8 @@ class ElementwiseCost:
 FLOAT32_COST = ElementwiseCost()
 
 
-class WorkOf(Protocol):
-    """The work of a matrix of parameter number `parameter`, or of a slice."""
-
-    def __call__(self, parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work: ...
+WorkOf = Callable[[int, int, int], Work]
+"""The work of a matrix, by number of the parameter, rows and columns."""
 
 
 LARGE_SIDE = 8192
@@ -276,11 +245,8 @@ class MachineRates:
         return pieces * self.host_piece + (operators + COLLECTIVE_OPERATORS * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
-        """Seconds for `count` matrices with smaller side `side`, with collectives among slice owners."""
-        computed = max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
-        if work.team is None:
-            return computed
-        return computed + count * (work.team.sent / self.node.bandwidth + work.team.calls * self.node.latency)
+        """Seconds for `count` matrices with smaller side `side`."""
+        return max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
 
     def pass_seconds(self, moved: float, launches: int = 1) -> float:
         """Seconds of launches with `moved` bytes read plus written; 0 for no bytes."""

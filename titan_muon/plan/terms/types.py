@@ -89,14 +89,13 @@ class Mesh:
 class Layout:
     """Placement of a tensor of global `shape` on a mesh, with a placement for each mesh axis.
 
-    `tensor_parallel`: the mesh axis, if tensor parallelism cuts the tensor. `rows`: the range of dim 0 of each rank of
+    `rows`: the range of dim 0 of each rank of
     the mesh, in the order of ranks; empty if the placements tell the ranges.
     """
 
     shape: tuple[int, ...]
     mesh: Mesh
     placements: tuple[Placement, ...]
-    tensor_parallel: int | None = None
     rows: tuple[Interval, ...] = ()
 
     def __post_init__(self) -> None:
@@ -171,20 +170,8 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Slice number `place` of `count` equal slices of a matrix: of the rows if `cuts_rows`, else of the columns."""
-
-    place: int
-    count: int
-    cuts_rows: bool
-
-
-@dataclass(frozen=True)
 class Matrix:
-    """Matrix number `index` of parameter number `parameter`; `work` is an index into the plan's works.
-
-    A matrix with several owners is `count` consecutive matrices, each with a `slice` and an owner.
-    """
+    """Matrix number `index` of parameter number `parameter`; `work` is an index into the plan's works."""
 
     parameter: int
     index: int
@@ -192,18 +179,10 @@ class Matrix:
     cols: int
     flops: int
     work: int = 0
-    slice: Slice | None = None
 
     @property
     def numel(self) -> int:
         return self.rows * self.cols
-
-    @property
-    def whole_shape(self) -> tuple[int, int]:
-        if self.slice is None:
-            return self.rows, self.cols
-        count = self.slice.count
-        return (count * self.rows, self.cols) if self.slice.cuts_rows else (self.rows, count * self.cols)
 
 
 class Segment(NamedTuple):
@@ -247,33 +226,15 @@ class Bucket:
     round: int = 0
 
 
-def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, tuple[int, ...]]:
-    """The owners of all slices of each sliced matrix in a bucket, by first slice."""
-    owners: dict[int, list[int]] = {}
-    for number, owner in sorted(zip(bucket.matrices, bucket.owners, strict=True)) if bucket.owners else ():
-        part = matrices[number].slice
-        if part is not None:
-            owners.setdefault(number - part.place, []).append(owner)
-    for first, ranks in owners.items():
-        part = matrices[first].slice
-        # Process groups sort ranks, and a rank's position in the group is its slice.
-        assert part is not None, f"matrix {first} is the first of its slices"
-        assert len(ranks) == part.count, f"all slices of matrix {first} travel in one bucket"
-        assert ranks == sorted(set(ranks)), f"the slices of matrix {first} have one owner each, in order of ranks"
-    return {first: tuple(ranks) for first, ranks in owners.items()}
-
-
 @dataclass(frozen=True)
 class Plan:
     """The owner of each matrix, and the exchange of pieces and results: plain data, equal on every rank.
 
     Attributes:
-        parameters: stacks contain slices instead of sliced matrices.
         local: for each matrix, the ranks that store and orthogonalize all of it; empty for a matrix in a bucket.
         buckets: in the order of a rank's step.
         buffer_sets: rounds with buffers at the same time.
         reason: notes for the user.
-        blocks: of steps on what each rank stores, between the steps of this plan (`whole_freq`).
     """
 
     parameters: tuple[Parameter, ...]
@@ -284,7 +245,6 @@ class Plan:
     works: tuple[Work, ...]
     reason: str = ""
     passes: ElementwiseCost = FLOAT32_COST
-    blocks: Plan | None = None
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """Of an element of the bucket in transit."""
@@ -294,15 +254,10 @@ class Plan:
     def rounds(self) -> int:
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
-    @property
-    def whole_matrices(self) -> int:
-        """A sliced matrix counts once."""
-        return sum(matrix.slice is None or matrix.slice.place == 0 for matrix in self.matrices)
-
     def out_in(self, number: int) -> tuple[int, int]:
-        """Outputs and inputs of a whole matrix: rows and columns, reversed if the layer stores (in, out)."""
+        """Outputs and inputs of a matrix: rows and columns, reversed if the layer stores (in, out)."""
         matrix = self.matrices[number]
-        shape = matrix.whole_shape
+        shape = matrix.rows, matrix.cols
         return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:

@@ -85,10 +85,10 @@ class Verdict:
 
 def verdict_of(meta: MetaModel, estimate: Estimate, recipe: Recipe) -> Verdict:
     """Verdict for a pipeline stage."""
-    machine, timeline, mean = estimate.machine, estimate.timeline, estimate.mean_step
+    machine, timeline = estimate.machine, estimate.timeline
     return Verdict(
         training=Passes(recipe, meta.world_size, meta.size, meta.assigned, meta.device).estimate(machine),
-        muon=0.0 if timeline is None else max(timeline.last.seconds if mean is None else mean, timeline.host),
+        muon=0.0 if timeline is None else max(timeline.last.seconds, timeline.host),
         others=estimate.others,
         adamw=estimate.adamw,
         memory=estimate.memory,

@@ -122,10 +122,8 @@ def _muon(r: Recipe) -> Violations:
     if overlap != "none" and not r.training.disable_cuda_graphs:
         # A replayed graph calls no hooks.
         yield key, '"none" with training.disable_cuda_graphs = false'
-    if overlap == "backward" and r.optimizer.clip == "all":
-        yield key, '"none" or "forward" with optimizer.clip = "all", which scales gradients'
     if overlap == "forward" and r.qk_clip.mode == "clip":
-        yield key, '"none" or "backward" with qk_clip.mode = "clip", which scales weights'
+        yield key, '"none" with qk_clip.mode = "clip", which scales weights'
 
 
 def _checkpoint(r: Recipe) -> Violations:

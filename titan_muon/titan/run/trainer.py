@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -228,13 +227,12 @@ class MuonTrainer(Trainer):
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
-        """TorchTitan's forward and backward; in the last pass of a step Muon may start to gather."""
+        """TorchTitan's forward and backward."""
         # CUDA graphs keep gradients and clear them in place.
         if self.passes == 0 and self.reported and self.config.training.disable_cuda_graphs:
             self.checks.before_backward(self.clip.parameters)
         self.passes += 1
-        last = self.passes == self.gradient_accumulation_steps
-        with self.timers["forward_backward"], self.optimizers.overlap() if last else nullcontext():
+        with self.timers["forward_backward"]:
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:

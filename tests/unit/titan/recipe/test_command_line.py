@@ -41,7 +41,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
         (["--data.files", "[ab]*"], "data.files", ("[ab]*",)),
         (["--adamw.betas", "[0.1, 0]"], "adamw.betas", (0.1, 0.0)),
         (["--adamw.betas", "0.1", "0"], "adamw.betas", (0.1, 0.0)),
-        (["--muon.expert.split_over", "4"], "muon.expert.split_over", 4),
+        (["--muon.expert.soap_freq", "4"], "muon.expert.soap_freq", 4),
         (["--muon.ns_coefficients", "cans"], "muon.ns_coefficients", "cans"),
         (
             ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[1, 2, 3]", "[4, 5, 6]"],

@@ -35,7 +35,6 @@ RANGES: Mapping[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
     "compile.components": ((["x"],), (["loss"],), "a list, each element one of model, loss"),
     "loss.chunks": ((0,), ("auto", 1), '"auto" or 1 or more'),
     "muon.expert.buffer_gib": ((0.0,), ("auto", 0.5), '"auto" or more than 0'),
-    "muon.expert.split_over": ((3,), (1, "auto"), '1, 2, 4, 8 or "auto"'),
     "muon.ns_coefficients": (([],), ("cans", [[1.0, 2.0, 3.0]]), "or a list that is not empty"),
 }
 
