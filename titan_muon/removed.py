@@ -67,7 +67,7 @@ def refuses_removed(options: type[T]) -> type[T]:
         refuse_removed(values)
         made(self, **values)
 
-    options.__init__ = construct  # type: ignore[method-assign]
+    options.__init__ = construct  # type: ignore[method-assign, assignment]
     return options
 
 
