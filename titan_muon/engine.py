@@ -277,9 +277,6 @@ class Engine:
             overlap.ready(self.step)
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
-            changed = Fault.NEWTON_SCHULZ_CHANGED in faults and self._parts.blocks is None
-            if changed and self._follow_coefficients():
-                faults, grads, moved = checked_inputs(self.rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)
@@ -300,15 +297,6 @@ class Engine:
             self.rebuild(params, rank.options)
         dtypes = {None if g is None else g.dtype for g, p in zip(grads, rank.params, strict=True) if p.on_mesh}
         return StepGradients(grads, excluded, None not in dtypes and len(dtypes) <= 1, rank.params)
-
-    def _follow_coefficients(self) -> bool:
-        """Take the present coefficients of the groups, if the plan fits them. Returns whether."""
-        from .step.schedule import followed
-
-        dispatch = dispatch_of(self.rank.device, self.rank.options)
-        if fitting := followed(self.rank, self._iterations, self.step.views, dispatch):
-            self.rank, self._iterations = fitting
-        return fitting is not None
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
         """Run a step. `scaling`: of this step alone."""

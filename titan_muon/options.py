@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from .ranges import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
+from .removed import removed_value
 
 
 class OptionError(ValueError):
@@ -144,7 +145,6 @@ CoefficientSet = Literal[
     "cans",
     "pion",
     "pion_promotion",
-    "aol",
 ]
 """Names in `orthogonalize.coefficients.COEFFICIENTS`."""
 NS_COEFFICIENTS = Constraint(
@@ -170,7 +170,7 @@ class Expert:
     ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
 
-    ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
+    ns_kernel: Literal["auto", "plain", "triton"] = "auto"
     """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
 
     exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
@@ -394,7 +394,8 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Raise OptionError for the first invalid value of an option of `table`. `prefix`: before the option's name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
-            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
+            problem = f"= {values[name]!r} is not one of {', '.join(accepted)}"
+            raise OptionError(prefix + name, removed_value(name, values[name]) or problem)
     for name, constraint, takes_none in constraints(table):
         try:
             holds = name not in values or (takes_none and values[name] is None) or constraint.holds(values[name])

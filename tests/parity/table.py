@@ -307,8 +307,6 @@ def algorithms() -> list[Row]:
     sphere = {"reference": "paper", "math": SPHERE, "close": 1e-4}
     eight = {"shapes": FEW, "math": {"state_dtype": "int8"}, "reference": "twin"}
     checked = {1: "check"}
-    # The second one grows singular values to 2, more than the first one's bound on updates.
-    schedule = {"coefficients": ((3.4445, -4.775, 2.0315), (2.5, -0.535, 0.04), (1.0, -0.5, 0.0))}
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
     return [
         *(row(name, math=math) for name, math in torchs.items()),
@@ -318,11 +316,6 @@ def algorithms() -> list[Row]:
         row("blocks, splits", layouts=(*MODULES, "tp columns"), shapes=(*FUSED,), **IN_BLOCKS),
         row("blocks, saved", between={0: "swap_data", 1: "new_optimizer", 3: "swap_and_rebuild"}, **IN_BLOCKS),
         row("blocks, scaler", layouts=SHARDED, scaler="scaled", **IN_BLOCKS),
-        row("schedule", layouts=(*MIXED, "owned"), **schedule),
-        row("schedule, skip", options=SKIP, gradients={1: ("experts", torch.nan)}, **schedule),
-        row("schedule, backward", options=BACKWARD, **schedule, **IN_MODULES),
-        row("schedule, forward", options=FORWARD, **schedule, **IN_MODULES),
-        row("schedule, scaler", layouts=("hsdp",), scaler="scaled", **schedule),
         *(row(name, layouts=(*MIXED, "owned"), math=math, reference="paper") for name, math in papers.items()),
         *(row(f"normuon, {name}", options=options, **NORMUON) for name, options in placed.items()),
         row("normuon, 2 ranks", 2, (*TWO, "owned"), **NORMUON),

@@ -114,7 +114,7 @@ WRONG = [
     ("lr", math.nan, "it takes 0 or more"),
     ("momentum", 1.0, "it takes a number from 0 to less than 1"),
     ("ns_steps", 0, "it takes 1 or more"),
-    ("ns_coefficients", (), "aol, or a list that is not empty"),
+    ("ns_coefficients", (), "pion_promotion, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
     ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
     ("exchange", "all_to_al", "is not one of all_to_all, all_gather, all_gather_reduce_scatter"),

@@ -59,7 +59,7 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer, and load its momentum from a "
     "checkpoint",
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients, eps or algorithm changed since Muon was built; "
-    "build a new optimizer (coefficients alone may change, but not beside whole_freq)",
+    "call rebuild() on every rank",
     Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
     "the old tensor; load momentum with load_state_dict, and move it only with the optimizer's own methods",
     Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "

@@ -161,7 +161,6 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
 
         yield eight_bit.check
     yield _check_owned
-    yield _check_prescaled
     if options.whole_freq > 1:
         from . import blocks
 
@@ -216,17 +215,6 @@ def _check_travels(context: PlanContext) -> None:
                 f"= {value!r} has no effect: the owner of an owned parameter stores the whole matrix "
                 f"({', '.join(owned[:5])}), and no other matrix travels; set {default!r}",
             )
-
-
-def _check_prescaled(context: PlanContext) -> None:
-    """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
-    scaled = [iteration.name for iteration in context.iterations if iteration.prescaled]
-    if scaled and (context.sliced or context.options.orthogonalize == "reference"):
-        raise OptionError(
-            "ns_coefficients",
-            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
-            f"not have{_sliced(context)}; choose another set, or orthogonalize = 'auto' and split_over = 1",
-        )
 
 
 def _check_whole(context: PlanContext, algorithm: Algorithm) -> None:

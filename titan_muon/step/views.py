@@ -81,7 +81,7 @@ class BatchPart:
 
 @dataclass(eq=False)
 class Batch:
-    """Matrices of one shape, orthogonalized together. A schedule of coefficients changes the iteration in place.
+    """Matrices of one shape, orthogonalized together.
 
     Attributes:
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.

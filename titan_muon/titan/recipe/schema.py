@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from titan_muon import removed
 from titan_muon.options import EXPERT, OTHER_NAMES
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
 from titan_muon.titan.recipe.torchtitan_sections import DEGREES
@@ -240,6 +241,8 @@ def refuse(source: str, key: str, value: object, accepted: str, choices: Sequenc
     """Error for a refused value; None is an absent key."""
     choice = nearest(str(value[0] if isinstance(value, Words) else value), choices) if value else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""
+    if isinstance(word := _word(value), str) and (gone := removed.VALUES.get((key, word))):
+        return RecipeError(f"{source}: {key} = {_shown(value)} {gone}.")
     problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"
     return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
 
@@ -257,8 +260,13 @@ def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return result
 
 
+def _word(value: object) -> object:
+    """The value, or a single word of the command line."""
+    return value[0] if isinstance(value, Words) and len(value) == 1 else value
+
+
 def _moved_value(key: str, value: object) -> object:
-    word = value[0] if isinstance(value, Words) and len(value) == 1 else value
+    word = _word(value)
     return MOVED_VALUES.get((key, word), value) if isinstance(word, str) else value
 
 

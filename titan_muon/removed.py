@@ -1,0 +1,40 @@
+"""What earlier versions had: what it did, and what to do instead. Keys are those of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Removed(NamedTuple):
+    """A removed option. `default`: its value without effect. `problem`: follows the option's name."""
+
+    default: object
+    problem: str
+
+
+OPTIONS: Mapping[str, Removed] = MappingProxyType({})
+
+VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
+    {
+        ("muon.ns_coefficients", "aol"): "was removed: it scaled rows and no run gained by it; set another set, as "
+        "'polar_express'",
+        ("muon.expert.ns_kernel", "quack"): "was removed: no run measured it; set 'auto' or 'triton'",
+    }
+)
+"""Removed values of options, each with a problem."""
+
+
+def removed_option(name: str) -> str | None:
+    """The problem of a removed option of Muon. None for another name."""
+    found = OPTIONS.get(f"muon.expert.{name}") or OPTIONS.get(f"muon.{name}")
+    return None if found is None else found.problem
+
+
+def removed_value(name: str, value: object) -> str | None:
+    """The problem of a removed value of an option of Muon. None for another value."""
+    if not isinstance(value, str):
+        return None
+    problem = VALUES.get((f"muon.{name}", value)) or VALUES.get((f"muon.expert.{name}", value))
+    return None if problem is None else f"= {value!r} {problem}"
