@@ -1,4 +1,4 @@
-"""AdamW, optionally with states on the host and in bfloat16, and AdamH, whose weights keep their norm."""
+"""AdamW, optionally with states on the host and in bfloat16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .comm.clip import HostCopy, SkipsSteps, sum_over_shards
+from .comm.clip import HostCopy, SkipsSteps
 from .comm.faults import Fault, allowed_faults, check_faults, names_with
 from .comm.gradient_faults import GradientFaults
 from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
@@ -335,84 +335,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._uncount()
         if self._window is not None:
             self._window.synchronize()
-
-
-class AdamH(AdamW):
-    """Adam with Hyperball (Wen et al., 2026, arXiv:2606.16899): each matrix keeps its Frobenius norm R.
-
-    W <- R Norm(W - lr R Norm(U)), with Adam's update U and Norm(X) = X / |X|, as `algorithm = "muonh"` of Muon. A step
-    takes memory for a copy of this rank's weights, and sums three numbers for each matrix over the ranks with shards.
-
-    Args:
-        weight_decay: 0, because the norm is constant.
-
-    Raises:
-        OptionError: as AdamW, and for weights on the host.
-        ValueError: for a vector, and for weights in 16 bits. In the first step, for a matrix of zeros. In a step on the
-            CPU, if a rank with other shards of the matrix raised; elsewhere these ranks keep the weights. Moments of
-            ranks that did not raise alone have advanced, and other replicas have stepped: load a checkpoint.
-    """
-
-    def __init__(self, params: Any, *, weight_decay: float = 0.0, **options: Any) -> None:
-        super().__init__(params, weight_decay=weight_decay, **options)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group["weight_decay"] != 0:
-            raise OptionError("weight_decay", f"= {group['weight_decay']}: adamh keeps the norm of weights; set 0")
-        if self.offloaded == "parameters":
-            raise OptionError("offload", "= 'parameters': adamh projects weights on the device; set 'state' or 'none'")
-        for fqn, parameter in named_parameters([group]):
-            if parameter.ndim < 2 or parameter.dtype.itemsize < 4:
-                kind = f"shape {tuple(parameter.shape)} and {parameter.dtype}"
-                raise ValueError(f"{fqn}: has {kind}, and adamh takes float32 matrices; give it to adamw")
-
-    def _step(self) -> None:
-        named, rates = list(named_parameters(self.param_groups)), [group["lr"] for group in self.param_groups]
-        weights = [local(parameter) for _, parameter in named]
-        before, is_first = [weight.clone() for weight in weights], not any(p in self.state for _, p in named)
-        failure: ValueError | None = None
-        try:
-            # From zero and with the rate 1, Adam's weights are minus its update.
-            for weight in weights:
-                weight.zero_()
-            for group in self.param_groups:
-                group["lr"] = 1.0
-            try:
-                super()._step()
-            except ValueError as error:
-                failure = error
-            by_parameter = [rate for group, rate in zip(self.param_groups, rates, strict=True) for _ in group["params"]]
-            # Also of ranks that raised or have no gradient, because the others wait for their sums.
-            for (fqn, parameter), new, old, rate in zip(named, weights, before, by_parameter, strict=True):
-                norm = self._turn(parameter, new, old, rate, failed=failure is not None)
-                if failure is None and is_first and norm == 0:
-                    problem = "a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights"
-                    failure = ValueError(f"{fqn}: {problem}")
-                # Reading a number on the CPU does not wait.
-                if failure is None and is_host(norm.device) and norm.isnan():
-                    failure = ValueError(f"{fqn}: another rank raised in this step, or the weights are not finite")
-            if failure is not None:
-                raise failure
-        except BaseException:
-            for weight, old in zip(weights, before, strict=True):
-                weight.copy_(old)
-            raise
-        finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _turn(self, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, failed: bool) -> Tensor:
-        """Replace minus the update by the weights after the step. Returns the norm; NaN if a rank `failed`."""
-        squares = [torch.linalg.vector_norm(tensor).square() for tensor in (old, update)]
-        sums = torch.stack([*squares, torch.dot(old.flatten(), update.flatten())])
-        sums = sums.fill_(math.nan) if failed else sums
-        square, update_square, product = sum_over_shards(sums, parameter).unbind()
-        rate = torch.where(update_square > 0, lr * (square / update_square).sqrt(), 0.0)
-        length = square + 2 * rate * product + rate.square() * update_square
-        update.mul_(rate).add_(old).mul_(torch.where(length > 0, (square / length).sqrt(), 1.0))
-        return square
 
 
 def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:

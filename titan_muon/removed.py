@@ -18,6 +18,11 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType({})
 
 VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
     {
+        (
+            "optimizer",
+            "adamh",
+        ): "was removed, because weights were zero in a step; use 'adamw' for these parameters, and "
+        "algorithm = 'muonh' for matrices",
         ("muon.ns_coefficients", "aol"): "was removed: it scaled rows and no run gained by it; set another set, as "
         "'polar_express'",
         ("muon.expert.ns_kernel", "quack"): "was removed: no run measured it; set 'auto' or 'triton'",

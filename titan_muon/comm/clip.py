@@ -247,15 +247,6 @@ class GradientClip:
             torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
 
 
-def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
-    """Sum `values` in place over the ranks with shards of a parameter. Collective. Returns `values`."""
-    if isinstance(parameter, DTensor) and not without_groups(parameter):
-        for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():
-                dist.all_reduce(values, group=parameter.device_mesh.get_group(axis))
-    return values
-
-
 def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     """The number of ranks with the same elements, of `stage_ranks`.
 
