@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +23,8 @@ from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
 from .tensors.warning import warn
 
-if TYPE_CHECKING:
-    from .features.offload import Window
-
 BATCH_BYTES = 2**26
-"""Limit on the bytes of a transfer, or of converted states."""
+"""Limit on the bytes of converted states."""
 
 VECTOR = 64
 """Alignment of parts, because CPU kernels give different bits for incomplete vectors."""
@@ -67,11 +63,11 @@ def _tensors(parts: Sequence[Elements], names: Iterable[str]) -> list[Tensor]:
 class AdamW(SkipsSteps, torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the bits of torch.optim.AdamW unless `state_dtype` is set.
 
-    Further keywords are torch's. With `state_dtype` or `offload`, a step updates parts of bounded size.
+    Further keywords are torch's. With `state_dtype`, a step updates parts of bounded size.
 
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
-        offload: keep the averages in host memory, as `Muon(offload=)`.
+        offload: keep the averages in host memory, as `Muon(offload=)`. A step moves them to the device whole.
         on_bad_gradient: a missing gradient raises; after a non-finite gradient, a step of this rank changes nothing,
             and the next step raises. `skip_missing`: a parameter without a gradient stays unchanged, as under torch.
             `skip_nonfinite`: the next step warns. `skip`: both.
@@ -84,7 +80,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     state_dtype: StateDtype = "parameter"
     offloaded: Offload = "none"
-    _window: Window | None = None
     allowed: tuple[Fault, ...] = ()
     _gradient_faults: GradientFaults | None = None
     _skipped: Tensor | None = None
@@ -144,11 +139,14 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._uncount()
         self._skipped = skipped
         batches = tuple(self._batches())
-        if self.offloaded == "none":
-            for group, parts in batches:
+        for group, parts in batches:
+            if self.offloaded == "none":
                 self._update(group, parts)
-        elif batches:
-            self._update_in_window(batches)
+            else:
+                self._update_on_device(group, parts)
+        if self.offloaded == "parameters":
+            # A forward reads the parameters without a word to the optimizer.
+            self._wait_for_copies()
         if skipped is not None:
             steps = {part.step for _, parts in batches for part in parts if is_host(part.step.device)}
             self._counted = HostCopy(skipped), tuple(steps)
@@ -178,35 +176,22 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if names := names_with(self.names(), faults, Fault.NOT_FINITE):
             warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
 
-    def _update_in_window(self, batches: Sequence[Batch]) -> None:
-        from .features.offload import Copied, Window
-
+    def _update_on_device(self, group: Mapping[str, Any], parts: Sequence[Elements]) -> None:
+        """Update parts whose tensors are on the host: they come whole, and go back at once."""
         changed, read = ON_HOST[self.offloaded]
+        device = step_device(next(p for p in group["params"] if p.grad is not None))
         names = (*changed, *read)
-        if self._window is None:
-            first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
-            self._window = Window(step_device(first))
-        hosts = [_tensors(parts, names) for _, parts in batches]
-        _, on_device = self._window.slots(hosts)
-        self._window.begin(
-            [
-                list(map(Copied, tensors, host, (name in changed for name in names for _ in parts)))
-                for (_, parts), tensors, host in zip(batches, on_device, hosts, strict=True)
-            ]
-        )
-        for (group, parts), tensors in zip(batches, on_device, strict=True):
-            by_part = (dict(zip(names, tensors[i :: len(parts)], strict=True)) for i in range(len(parts)))
-            with self._window.fetched():
-                self._update(group, [part._replace(**moved) for part, moved in zip(parts, by_part, strict=True)])
-        self._window.end()
-        if "param" in changed:
-            self._window.synchronize()
+        moved = [
+            part._replace(**{name: getattr(part, name).to(device, non_blocking=True) for name in names})
+            for part in parts
+        ]
+        self._update(group, moved)
+        for old, new in zip(_tensors(parts, changed), _tensors(moved, changed), strict=True):
+            old.copy_(new, non_blocking=True)
 
     def _batches(self) -> Iterator[Batch]:
-        """Parts of at most BATCH_BYTES in the fields that move or are converted, or else whole parameters."""
-        moved = [*chain(*ON_HOST[self.offloaded])]
-        if self.state_dtype == "bfloat16" or self._skipped is not None:
-            moved = moved or [*AVERAGES]
+        """Parts of at most BATCH_BYTES in the averages to convert, or else whole parameters."""
+        moved = [*AVERAGES] if self.state_dtype == "bfloat16" or self._skipped is not None else []
         limit = BATCH_BYTES if moved else math.inf
         for group in self.param_groups:
             parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
@@ -333,8 +318,15 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def synchronize(self) -> None:
         self._uncount()
-        if self._window is not None:
-            self._window.synchronize()
+        if self.offloaded != "none":
+            self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Wait until states on the host have arrived."""
+        for device in {
+            step_device(parameter).type: step_device(parameter) for parameter in self.gradient_faults.params
+        }.values():
+            torch.get_device_module(device).synchronize()
 
 
 def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:

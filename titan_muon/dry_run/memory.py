@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..adam import AVERAGES, BATCH_BYTES, AdamW
+from ..adam import AVERAGES, AdamW
 from ..algorithms import algorithm_of
 from ..assignment.optimizer_set import OptimizerSet
 from ..features.eight_bit import BLOCK
@@ -159,10 +159,10 @@ def _items(
 
 def _window_bytes(items: list[ParameterMemory], summary: Summary | None, options: MuonOptions) -> int:
     """Peak of offloaded bytes on the device; optimizers step in turn."""
-    # AdamW also moves a parameter and its gradient.
+    # AdamW moves everything at once, also parameters and gradients on the host.
     of_adamw = (item for item in items if item.optimizer == "adamw" and item.offload != "none")
     moved = (sum(item.states) + 2 * item.bytes * (item.offload == "parameters") for item in of_adamw)
-    most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, sum(moved))
+    most = sum(moved)
     if summary is None or options.offload == "none":
         return most
     element_bytes, stages = momentum_bytes(1, options.state_dtype), 1
