@@ -328,7 +328,7 @@ class Engine:
         report.uncount_skipped()
         reported = report.read()
         if alone:
-            faults = report.late()
+            faults = report.unsent()
         else:
             report.clear()
         reported = [max(pair) for pair in zip_longest(reported, faults, fillvalue=Fault.NONE)]
@@ -355,7 +355,6 @@ class Engine:
         """End what the last step left to a forward."""
         if self.overlap is not None:
             self.overlap.finish()
-            self.rank.report.add_late()
 
     def synchronize(self) -> None:
         """End the last step, drop gathers launched in backward, and wait for transfers. Collective."""

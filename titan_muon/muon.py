@@ -255,8 +255,7 @@ class Muon(SkipsSteps, Optimizer):
         if self._engine is not None:
             self._engine.raise_pending(alone=alone)
             if not alone:
-                # Faults from late updates, and from optimizers that step after Muon.
-                self._engine.rank.report.add_late()
+                # Faults from optimizers that step after Muon.
                 self._engine.rank.report.send()
                 self._engine.raise_pending()
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.views import Batch
 
-BOUNDS = ("spectrum", "norm", "nothing")
-
 
 class Several(MuonAlgorithm):
     """Algorithms that share the buckets of a Muon."""
@@ -68,7 +66,6 @@ class Composed(Several):
         names = [spec.name for spec in self.states(1, 1, transposed=False)]
         if len(set(names)) < len(names):
             raise OptionError("algorithm", f"= {[*options.algorithms]}: two of these have a state of the same name")
-        self.limits = max((a.limits for a in self._all), key=BOUNDS.index)
         self.momentum = self._gathering.momentum
 
     def _only(self, *methods: str) -> Algorithm:

@@ -35,7 +35,6 @@ class Fault(IntEnum):
     CONVERTED = 11
     THAWED = 12
     GRADIENT_REMOVED = 13
-    UPDATE_TOO_LARGE = 14
     HYPERPARAMETERS_DIFFER = 15
     STEPS_DIFFER = 16
     ZERO_WEIGHTS = 17
@@ -80,9 +79,6 @@ REMEDIES: Mapping[Fault, str] = {
     "(overlap = 'backward'); keep gradients until the step, or set overlap = 'none'",
     Fault.HYPERPARAMETERS_DIFFER: "hyperparameters differed between ranks in the last step: {details}; set the same "
     "values on every rank, and continue from a checkpoint",
-    Fault.UPDATE_TOO_LARGE: "{names}: an update arrived that is not finite or larger than an orthogonalized matrix can "
-    "be, so memory or network of a rank is faulty; continue from a checkpoint, and if the fault comes back, replace "
-    "machines",
     Fault.STEPS_DIFFER: "ranks took different numbers of steps since Muon was built: {details}; call step() equally "
     "often on every rank, also where an error was caught, and continue from a checkpoint",
     Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under algorithm = 'muonh' and never "

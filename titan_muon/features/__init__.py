@@ -52,7 +52,7 @@ class StepParts:
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
         self.rank, options, hooks, batch_type = rank, rank.options, list[Hook](), None
-        limits, whole = [algorithm.for_parameter(n).limits for n in range(len(rank.params))], algorithm.whole
+        whole = algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
 
@@ -70,8 +70,7 @@ class StepParts:
             from .slices import SliceBatches
 
             batch_type = SliceBatches(rank)
-        late = rank.program.late if overlap is not None and overlap.ends_late else frozenset[int]()
-        views, self.workspace, self.flags = build_views(rank, limits, whole, states, batch_type, late)
+        views, self.workspace, self.flags = build_views(rank, whole, states, batch_type)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -98,7 +97,7 @@ class StepParts:
             own = block_rank(rank, rank.plan.blocks, None if earlier is None else earlier.rank)
             rated = BlockRate(algorithm, rank.plan, rank.plan.blocks)
             self.blocks = StepParts(own, rated, states, None, earlier)
-        rank.report.watch(*self.flags)
+        rank.report.watch(self.flags)
         self._algorithm = algorithm
         seams = self._decorated(), mask, overlap, self.offload, hooks
         self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
@@ -108,7 +107,7 @@ class StepParts:
         from .blocks import is_whole
 
         parts = self if is_whole(self.rank) else blocks
-        parts.rank.report.watch(*parts.flags)
+        parts.rank.report.watch(parts.flags)
         return parts
 
     def _decorated(self, scaling: Scaling | None = None) -> Algorithm:

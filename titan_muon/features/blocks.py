@@ -100,7 +100,6 @@ class BlockRate(Decorated):
 
     def __init__(self, inner: Algorithm, plan: Plan, blocks: Plan) -> None:
         super().__init__(inner)
-        self.limits = inner.limits
         pairs = enumerate(zip(plan.parameters, blocks.parameters, strict=True))
         self._cut = frozenset(number for number, (old, new) in pairs if old.stack != new.stack)
 

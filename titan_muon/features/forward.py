@@ -43,8 +43,6 @@ class ForwardUpdates(PassOverlap):
     `attached`: whether a forward ends them. `count`: buckets suspended so far.
     """
 
-    ends_late = True
-
     def __init__(self) -> None:
         self.attached, self.count = False, 0
         self._starting: dict[int, tuple[BucketViews, list[Any]]] = {}

@@ -16,11 +16,9 @@ class PassOverlap(Overlap):
 
     Attributes:
         holds_memory: whether buffers are in use between steps.
-        ends_late: whether the program's late buckets end after the step.
     """
 
     holds_memory = False
-    ends_late = False
 
     def attach(self, rank: Rank, views: Sequence[BucketViews]) -> None:
         """The tensors of the next steps: at the start, and after storage has moved."""

@@ -16,7 +16,7 @@ from ..state.matrix_states import StateSpec
 
 if TYPE_CHECKING:
     from .foreach import MomentumCall, UpdateCall
-    from .views import Batch, Limits
+    from .views import Batch
 
 Group = Mapping[str, Any]
 Tensors = tuple[Tensor, ...] | list[Tensor]
@@ -76,7 +76,6 @@ class Algorithm:
     matrices: `prepare`, `orthogonalize`, then `rescale` for each parameter group.
 
     Attributes:
-        limits: bound on updates.
         whole: whether the algorithm needs whole matrices by parameter group (`Batch.parts`), also without states.
         momentum: whether holders keep a momentum. Otherwise each has an empty tensor in its place.
         wire_dtype: of matrices in transit. None: as the option says.
@@ -86,7 +85,6 @@ class Algorithm:
             restores the norm after the step.
     """
 
-    limits: Limits = "nothing"
     whole = False
     momentum = True
     wire_dtype: Literal["float32"] | None = None

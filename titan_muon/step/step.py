@@ -20,7 +20,7 @@ from ..plan.program import Program
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
-from .views import Batch, BucketViews, UpdateBounds
+from .views import Batch, BucketViews
 
 Fetch = Literal["gather", "update"]
 """The element-wise work of a bucket: before its gather, or after its return."""
@@ -154,8 +154,6 @@ class MuonStep:
         # Holders decay their weights and add the update.
         with trace_range("apply", index):
             self.exchange.wait(index)
-            if views.bounds.views:
-                zero_broken_(views.bounds)
             updates = views.updates
             with self.fetched("update"):
                 for update in without_parameters(updates, excluded) if excluded else updates:
@@ -186,21 +184,6 @@ class MuonStep:
 
     def fetched(self, fetch: Fetch) -> AbstractContextManager[object]:
         return UNTRACED if self.offload is None else self.offload.fetched(fetch)
-
-
-def zero_broken_(bounds: UpdateBounds) -> None:
-    """Flag and zero updates that no orthogonalization can have made."""
-    if bounds.rows is None:
-        norms = torch.stack(torch._foreach_norm(bounds.views, 2))
-    else:
-        norms = torch.linalg.vector_norm(bounds.rows, dim=1)
-    # The comparison is false for NaN.
-    torch.le(norms, bounds.largest, out=bounds.broken).logical_not_()
-    any_broken = bounds.broken.any()
-    # Reading a flag on the CPU does not wait.
-    if not any_broken.is_cpu or any_broken:
-        # The next step raises on all ranks. A mask for each view would take a launch for each.
-        bounds.memory.masked_fill_(any_broken, 0)
 
 
 def with_gradients(calls: Sequence[MomentumCall], gradients: StepGradients) -> Iterable[MomentumCall]:
