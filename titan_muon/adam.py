@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .comm.clip import HostCopy, SkipsSteps
-from .comm.faults import Fault, allowed_faults, check_faults, names_with
+from .comm.clip import SkipsSteps
+from .comm.faults import ALLOWED, Fault, check_faults, warn_of_skipped
 from .comm.gradient_faults import GradientFaults
 from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
 from .state.holder_states import moved_state, moves, new_state, resolved
@@ -21,7 +21,6 @@ from .tensors.device import is_host
 from .tensors.dtensor import local, step_device
 from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
-from .tensors.warning import warn
 
 BATCH_BYTES = 2**26
 """Limit on the bytes of converted states."""
@@ -70,7 +69,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         offload: keep the averages in host memory, as `Muon(offload=)`. A step moves them to the device whole.
         on_bad_gradient: a missing gradient raises; after a non-finite gradient, a step of this rank changes nothing,
             and the next step raises. `skip_missing`: a parameter without a gradient stays unchanged, as under torch.
-            `skip_nonfinite`: the next step warns. `skip`: both.
+            `skip_step`: a bad gradient on any rank skips the step on all ranks of `process_group`, which all call
+            `step`, and the next step warns.
 
     In a Hybrid, all ranks raise in the next step. Alone, a rank raises at once for a missing gradient.
 
@@ -82,8 +82,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     offloaded: Offload = "none"
     allowed: tuple[Fault, ...] = ()
     _gradient_faults: GradientFaults | None = None
-    _skipped: Tensor | None = None
-    _counted: tuple[HostCopy, tuple[Tensor, ...]] | None = None
+    _broken: Tensor | None = None
+    skips_step = skips_missing = False
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self.state_dtype, self.offloaded = state_dtype, offload
         check(Expert, {"on_bad_gradient": on_bad_gradient})
         expert = Expert(on_bad_gradient=on_bad_gradient)
-        self.allowed = allowed_faults(missing=expert.skips_missing, nonfinite=expert.skips_nonfinite)
+        self.allowed = ALLOWED[on_bad_gradient]
+        self.skips_step, self.skips_missing = expert.skips_step, expert.skips_missing
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
         self._gradient_faults = GradientFaults(self)
@@ -118,7 +119,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        options = ("state_dtype", "offloaded", "allowed")
+        options = ("state_dtype", "offloaded", "allowed", "skips_step", "skips_missing")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     @torch.no_grad()
@@ -128,35 +129,33 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._step()
         return loss
 
+    def prepare_step(self) -> Tensor | None:
+        self.check_norm(skips=self.skips_step)
+        norm = None if self._next_norm is None else self._next_norm.broken
+        broken = self.gradient_faults.check(norm, scaled=getattr(self, "found_inf", None) is not None)
+        # Otherwise only this rank changes nothing, and the next step raises.
+        self._broken = None if self.skips_step else broken
+        return broken if self.skips_step else None
+
     def _step(self) -> None:
-        self.check_norm(skips=Fault.NOT_FINITE in self.allowed)
-        skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
-        # Reading a flag on the CPU does not wait.
-        if skipped is not None and is_host(skipped.device):
+        device = next((step_device(p) for p in self.gradient_faults.params), torch.device("cpu"))
+        scaling = self.take_scaling(device, alone=True)
+        flags = [] if scaling is None else [scaling.skipped]
+        flags += [] if self._broken is None else [self._broken.to(device)]
+        skipped = torch.stack(flags).any() if flags else None
+        if skipped is not None and (is_host(skipped.device) or not all(group["fused"] for group in self.param_groups)):
+            # Only the fused kernel reads the flag on the device.
             if skipped:
                 return
             skipped = None
-        self._uncount()
-        self._skipped = skipped
-        batches = tuple(self._batches())
-        for group, parts in batches:
+        for group, parts in self._batches():
             if self.offloaded == "none":
-                self._update(group, parts)
+                self._update(group, parts, skipped)
             else:
-                self._update_on_device(group, parts)
+                self._update_on_device(group, parts, skipped)
         if self.offloaded == "parameters":
             # A forward reads the parameters without a word to the optimizer.
             self._wait_for_copies()
-        if skipped is not None:
-            steps = {part.step for _, parts in batches for part in parts if is_host(part.step.device)}
-            self._counted = HostCopy(skipped), tuple(steps)
-
-    def _uncount(self) -> None:
-        """Take the last step back from counters on the host if the device skipped it."""
-        if self._counted is not None:
-            (skipped, steps), self._counted = self._counted, None
-            if steps and skipped.value:
-                torch._foreach_sub_(steps, 1)
 
     @property
     def gradient_faults(self) -> GradientFaults:
@@ -173,10 +172,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
         check_faults(self.names(), faults, self.allowed)
-        if names := names_with(self.names(), faults, Fault.NOT_FINITE):
-            warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
+        if self.skips_step:
+            warn_of_skipped(self.names(), faults)
 
-    def _update_on_device(self, group: Mapping[str, Any], parts: Sequence[Elements]) -> None:
+    def _update_on_device(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
         """Update parts whose tensors are on the host: they come whole, and go back at once."""
         changed, read = ON_HOST[self.offloaded]
         device = step_device(next(p for p in group["params"] if p.grad is not None))
@@ -185,13 +184,13 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             part._replace(**{name: getattr(part, name).to(device, non_blocking=True) for name in names})
             for part in parts
         ]
-        self._update(group, moved)
+        self._update(group, moved, skipped)
         for old, new in zip(_tensors(parts, changed), _tensors(moved, changed), strict=True):
             old.copy_(new, non_blocking=True)
 
     def _batches(self) -> Iterator[Batch]:
         """Parts of at most BATCH_BYTES in the averages to convert, or else whole parameters."""
-        moved = [*AVERAGES] if self.state_dtype == "bfloat16" or self._skipped is not None else []
+        moved = [*AVERAGES] if self.state_dtype == "bfloat16" else []
         limit = BATCH_BYTES if moved else math.inf
         for group in self.param_groups:
             parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
@@ -220,15 +219,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         step = torch.zeros((), dtype=torch.float32, device=device)
         return {"step": step, **{name: new_state(parameter, dtype, self.offloaded) for name in AVERAGES}}
 
-    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements]) -> None:
+    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
         states = _tensors(parts, AVERAGES)
         wide = [state.to(parts[0].param.dtype) for state in states]
-        found_inf, kept = getattr(self, "found_inf", None), list[Tensor]()
-        changed = [*_tensors(parts, ["param"]), *wide]
-        if self._skipped is not None:
-            # The fused kernel skips. Tensors changed by other kernels get their old values back.
-            found_inf = self._skipped.float() if group["fused"] else None
-            kept = [] if group["fused"] else [tensor.clone() for tensor in changed]
         adam(
             _tensors(parts, ["param"]),
             _tensors(parts, ["grad"]),
@@ -239,7 +232,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             foreach=group["foreach"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
+            found_inf=None if skipped is None else skipped.float(),
             decoupled_weight_decay=group["decoupled_weight_decay"],
             amsgrad=False,
             beta1=group["betas"][0],
@@ -249,9 +242,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for tensor, old in zip(changed, kept, strict=False):
-            assert self._skipped is not None, "old values are kept for a step that may be skipped"
-            tensor.copy_(torch.where(self._skipped, old, tensor))
         if wide[0] is not states[0]:
             torch._foreach_copy_(states, wide)
 
@@ -317,7 +307,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:
-        self._uncount()
         if self.offloaded != "none":
             self._wait_for_copies()
 

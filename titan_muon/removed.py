@@ -25,6 +25,13 @@ VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
         "algorithm = 'muonh' for matrices",
         ("muon.ns_coefficients", "aol"): "was removed: it scaled rows and no run gained by it; set another set, as "
         "'polar_express'",
+        (
+            "muon.expert.on_bad_gradient",
+            "skip",
+        ): "was removed, because undoing parts of a step on the device took up to "
+        "twice its time; set 'skip_step', which skips whole steps on all ranks, or 'skip_missing'",
+        ("muon.expert.on_bad_gradient", "skip_nonfinite"): "was removed, because undoing parts of a step on the device "
+        "took up to twice its time; set 'skip_step', which skips whole steps on all ranks",
         ("muon.expert.ns_kernel", "quack"): "was removed: no run measured it; set 'auto' or 'triton'",
     }
 )

@@ -32,7 +32,8 @@ BACKWARD: Options = {"overlap": "backward", "machine": SLOW, "buffer_gib": 60_00
 FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 KEPT: Options = {"state": "owner"}
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
-SKIP: Options = {"on_bad_gradient": "skip"}
+SKIP: Options = {"on_bad_gradient": "skip_step"}
+MISSING: Options = {"on_bad_gradient": "skip_missing"}
 GATHERED: Options = {"exchange": "all_gather"}
 REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
@@ -41,7 +42,7 @@ SLICED: Options = {**FLOAT32, "split_over": 4, "machine": SLOW_COMPUTE}
 NOT_FINITE = "gradient or momentum was not finite"
 
 HURT_SLICE: Options = {"options": {**SLICED, **SKIP}, "gradients": {1: ("", torch.nan)}}
-"""A NaN in one slice of every matrix, which is then skipped whole."""
+"""A NaN in one slice of every matrix, for which the step is skipped."""
 
 BAD_SLICE: Options = {"options": SLICED, "gradients": {2: ("a", torch.nan)}, "error": ("layers.0.a", NOT_FINITE)}
 """A NaN that a single owner of a slice sees."""
@@ -116,6 +117,7 @@ def options() -> list[Row]:
         "offloaded state": {"offload": "state"},
         "offloaded parameters": {"offload": "parameters"},
         "skip": SKIP,
+        "skip missing": MISSING,
     }
     bucketed: dict[str, Options] = {
         "several buckets": SEVERAL,
@@ -128,7 +130,12 @@ def options() -> list[Row]:
         "several buckets, offloaded, reduced": {**REDUCED, "buffer_gib": 24_000 / 2**30, "offload": "state"},
         "several buckets, hierarchical": {"buffer_gib": 8_000 / 2**30, "machine": SLOW_NETWORK, "state": "owner"},
     }
-    keeping: dict[str, Options] = {"released": {"release_grads": True}, "offloaded": {"offload": "state"}, "skip": SKIP}
+    keeping: dict[str, Options] = {
+        "released": {"release_grads": True},
+        "offloaded": {"offload": "state"},
+        "skip": SKIP,
+        "skip missing": MISSING,
+    }
     exchanges = {"all_gather": GATHERED, "all_gather_reduce_scatter": REDUCED}
     return [
         row("all layouts", layouts=(*FOUR, "owned")),
@@ -204,13 +211,14 @@ DISTRIBUTED: Options = {**FLOAT32, "tp_mode": "distributed"}
 def overlaps() -> list[Row]:
     """Communication behind compute, in modules of FSDP2 and without modules."""
     small: Options = {"layouts": ("fsdp", "fsdp"), "sharded": True, "proof": "several buckets"}
-    backward: dict[str, Options] = {"reduced": REDUCED, "released": {"release_grads": True}, "skip": SKIP}
+    backward: dict[str, Options] = {"reduced": REDUCED, "released": {"release_grads": True}}
     forward: dict[str, Options] = {
         "gathered": GATHERED,
         "reduced": REDUCED,
         "state owner": KEPT,
         "released and kept": {"release_grads": True, "keep_buffers": True},
         "skip": SKIP,
+        "skip missing": MISSING,
         "offloaded state": {"offload": "state"},
     }
     network, backward_network = ({**overlap, "machine": SLOW_NETWORK} for overlap in (FORWARD, BACKWARD))
@@ -257,6 +265,7 @@ def faults() -> list[Row]:
         row("nan of an expert skipped", **expert),
         # The square of the element is above float32.
         row("overflow of a norm skipped", gradients={1: ("tall", 1e30)}, options=SKIP),
+        row("missing skips the step", gradients={1: ("tall", DROP)}, options=SKIP),
         row("nan of an owned expert skipped", 2, ("owned", "fsdp"), **expert),
         row("elsewhere raises", layouts=SHARDED, gradients={2: ("tall", ELSEWHERE)}, error=("layers.0.tall",)),
         row("elsewhere in bfloat16 raises", 2, ("fsdp", "fsdp"), **one_elsewhere),
@@ -269,9 +278,11 @@ def faults() -> list[Row]:
         ", forward": (IN_MODULES, FORWARD),
     }.items():
         for name, (change, text) in changes.items():
-            skipped = {"gradients": {1: ("tall", change)}, "options": {**SKIP, **options}, **fields}
+            skips = MISSING if change == DROP else SKIP
+            skipped = {"gradients": {1: ("tall", change)}, "options": {**skips, **options}, **fields}
             raising = {"gradients": {2: ("uneven", change)}, "options": options, **fields}
-            made.append(row(f"{name} skipped{kind}", **skipped))
+            if kind != ", backward":
+                made.append(row(f"{name} skipped{kind}", **skipped))
             made.append(row(f"{name} raises{kind}", error=("layers.0.uneven", text), **raising))
     return made
 
@@ -327,7 +338,7 @@ def algorithms() -> list[Row]:
         row("adamuon, backward", options=BACKWARD, **signs, **IN_MODULES),
         row(
             "adamuon of a nan",
-            options={"on_bad_gradient": "skip_nonfinite"},
+            options=SKIP,
             gradients={1: ("tall", torch.nan)},
             **signs,
         ),
@@ -341,7 +352,7 @@ def algorithms() -> list[Row]:
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
         row("soap, backward", options=BACKWARD, **SOAP, **IN_MODULES),
         row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan), 2: ("experts", torch.nan)}, **SOAP),
-        row("soap of a missing gradient", options=SKIP, gradients={1: ("experts", DROP)}, **SOAP),
+        row("soap of a missing gradient", options=MISSING, gradients={1: ("experts", DROP)}, **SOAP),
         row("soap, nan raises", gradients={2: ("tall", torch.nan)}, error=("layers.0.tall",), **SOAP),
         row("soap of zeros", **zeros, **SOAP),
         row("soap, scaler", layouts=("hsdp",), scaler="scaled", **SOAP),

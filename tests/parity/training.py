@@ -385,7 +385,11 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
             training.muon.finish_step()
         before = {name: local(param).clone() for name, param in training.params.items()}
         training.step(number, grads, absent)
-        reference.step(number, grads, left_out)
+        if left_out and row.options.get("on_bad_gradient") == "skip_step":
+            # A bad gradient skips the whole step.
+            left_out = set()
+        else:
+            reference.step(number, grads, left_out)
         if number in row.between:
             ACTIONS[row.between[number]](training)
     assert not row.proof or PROOFS[row.proof](training.muon), f"the plan has no {row.proof}"

@@ -83,7 +83,7 @@ BESIDE_BLOCKS: dict[str, Any] = {
     "offload": "state",
     "state": "owner",
     "state_dtype": "int8",
-    "on_bad_gradient": "skip",
+    "on_bad_gradient": "skip_step",
     "idle": "hold",
     "split_over": 2,
     "fused": True,

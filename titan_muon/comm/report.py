@@ -110,7 +110,7 @@ class FaultReport:
         #   each name: the code of its fault;
         #   each replica: its gradient's size; all hyperparameters: a hash; the number of steps;
         #   the negatives of these;
-        #   two flags: this rank skipped the step, this rank took it.
+        #   two flags: the step was skipped, this rank took it or would have.
         self._parts = [len(self.names), 2 * (len(self._replicas) + 2), 2]
         self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
         self._faults, compared, self._flags = self._codes.split(self._parts)
@@ -158,9 +158,13 @@ class FaultReport:
             of_these = self._faults[start : start + len(faults)]
             torch.maximum(of_these, new, out=of_these)
 
-    def add_skipped(self, skipped: Tensor) -> None:
-        """Add () bool: whether this rank skips the step. Either all ranks call this or none."""
-        self._flags.copy_(torch.stack((skipped, skipped.logical_not())))
+    def add_skipped(self, skipped: Tensor, differs: Tensor | None = None) -> None:
+        """Add () bool: whether the step is skipped. Either all ranks call this or none.
+
+        `differs`: whether this rank would have taken the step, because its GradScaler found nothing.
+        """
+        taken = skipped.logical_not()
+        self._flags.copy_(torch.stack((skipped, taken if differs is None else taken | differs)))
 
     def _add_sizes(self, grads: Sequence[Tensor | None]) -> None:
         present = [place for place, parameter in enumerate(self._replicas) if grads[parameter] is not None]

@@ -6,12 +6,11 @@ To delete an option, delete its file and its lines here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..options import MuonOptions, OptionError
 from ..state.matrix_states import MatrixStates
-from ..step.algorithm import Algorithm, PlanContext, Scaling
+from ..step.algorithm import Algorithm, PlanContext
 from ..step.rank import Rank
 from ..step.step import Hook, MuonStep, UpdateMask
 from ..step.views import build_views
@@ -78,15 +77,14 @@ class StepParts:
             self.offload = HostOffload(rank, views, options.offload)
             views = self.offload.views
             hooks.append(self.offload)
-        mask, self.idle, self._skipped = UpdateMask(rank.report), None, None
-        if options.skips or options.idle == "hold":
+        mask, self.idle = UpdateMask(rank.report), None
+        if options.idle == "hold":
             from .mask import GradientMask, IdleSteps
 
             counted = None if before is None else before.idle
             self.idle = counted or IdleSteps(rank.plan, rank.device)
             mask = GradientMask(rank, views, self.idle)
             hooks.append(mask)
-            self._skipped = mask.skipped if options.skips else None
         if overlap is not None:
             hooks.append(overlap)
         self.blocks: StepParts | None = None
@@ -98,8 +96,13 @@ class StepParts:
             rated = BlockRate(algorithm, rank.plan, rank.plan.blocks)
             self.blocks = StepParts(own, rated, states, None, earlier)
         rank.report.watch(self.flags)
-        self._algorithm = algorithm
-        seams = self._decorated(), mask, overlap, self.offload, hooks
+        if options.state_dtype == "int8":
+            from .eight_bit import EightBit
+
+            # Outermost, because restored numbers would not fit restored scales.
+            algorithm = EightBit(algorithm, rank)
+        self.reads_flag = algorithm.reads_flag
+        seams = algorithm, mask, overlap, self.offload, hooks
         self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
 
     def of_step(self, blocks: StepParts) -> StepParts:
@@ -109,32 +112,6 @@ class StepParts:
         parts = self if is_whole(self.rank) else blocks
         parts.rank.report.watch(parts.flags)
         return parts
-
-    def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
-        """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
-        algorithm = self._algorithm
-        if self._skipped is not None:
-            from ..algorithms.keeping import Keeping
-
-            algorithm = Keeping(algorithm, self._skipped)
-        if scaling is not None:
-            from ..algorithms.scaling import scaled
-
-            algorithm = algorithm.scaled(scaling) or scaled(algorithm, scaling)
-        if self.rank.options.state_dtype == "int8":
-            from .eight_bit import EightBit
-
-            # Outermost, because restored numbers would not fit restored scales.
-            algorithm = EightBit(algorithm, self.rank)
-        return algorithm
-
-    def scaled(self, scaling: Scaling) -> MuonStep:
-        """The step for gradients with a scale, or one that the device may skip."""
-        from ..algorithms.scaling import SkippedStepMask
-
-        self.rank.report.add_skipped(scaling.skipped)
-        mask = SkippedStepMask(self.step.mask, scaling.skipped)
-        return replace(self.step, algorithm=self._decorated(scaling), mask=mask)
 
 
 def check_plan(context: PlanContext, algorithm: Algorithm) -> None:

@@ -26,17 +26,6 @@ WEIGHT_NORM = "weight_norm"
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """A step that the device may skip.
-
-    `skipped`: () bool on the device. `inverse`: () float32 factor on the gradients, or None.
-    """
-
-    skipped: Tensor
-    inverse: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class PlanContext:
     """A plan before its first step, equal on all ranks.
 
@@ -81,6 +70,7 @@ class Algorithm:
         wire_dtype: of matrices in transit. None: as the option says.
         counts_steps: whether groups count their steps, under `STEP`.
         temporary_bytes: of `rescale`, for an element of a matrix.
+        reads_flag: whether kernels read `StepGradients.scaling`. Otherwise the host reads the flag before the step.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
             restores the norm after the step.
     """
@@ -90,6 +80,7 @@ class Algorithm:
     wire_dtype: Literal["float32"] | None = None
     counts_steps = False
     temporary_bytes: int = 0
+    reads_flag = False
     sums_norms = False
 
     def __init__(self, options: MuonOptions) -> None:
@@ -116,13 +107,6 @@ class Algorithm:
 
     def check(self, context: PlanContext) -> None:
         """Raise OptionError for options or a plan that the algorithm cannot use."""
-
-    def scaled(self, scaling: Scaling) -> Algorithm | None:
-        """This algorithm for one step with scaled gradients, or one that the device may skip.
-
-        None: decorators scale and keep.
-        """
-        return None
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         """Update the momentum in place, and write the owner's input to `call.packed`.

@@ -77,9 +77,6 @@ class UpdateMask:
 
     report: FaultReport
 
-    def reset(self) -> None:
-        """Forget the matrices that the last step skipped."""
-
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         """Zero the matrices of an assembled batch without an update. Returns the norms for `Algorithm.update`."""
         absent = list[int]()
@@ -88,11 +85,13 @@ class UpdateMask:
         for place in absent:
             # Nothing was packed, and the workspace has old values.
             batch.whole[place].zero_()
+        if gradients.scaling is not None:
+            batch.whole.masked_fill_(gradients.scaling.skipped, 0)
         norms = batch.norms()
         zero_nonfinite_(batch.whole, norms, batch.broken)
         for place in absent:
             norms[place] = NO_UPDATE
-        return norms
+        return norms if gradients.scaling is None else norms.masked_fill_(gradients.scaling.skipped, NO_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,10 @@ class MuonStep:
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
         with trace_range("advance", index), self.fetched("gather"):
             for call in with_gradients(views.gathers, gradients):
-                algorithm.before_gather(call, call.momentum, call.grads(gradients))
+                grads = call.grads(gradients)
+                if gradients.inverse is not None:
+                    grads = torch._foreach_mul(grads, gradients.inverse)
+                algorithm.before_gather(call, call.momentum, grads)
         if views.releases:
             gradients.release(views.releases)
         if not gathered:

@@ -129,7 +129,7 @@ def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
 NOT_FINITE: tuple[dict[str, str], ...] = (
     {"overlap": "none"},
     {"overlap": "backward"},
-    {"on_bad_gradient": "skip_nonfinite"},
+    {"on_bad_gradient": "skip_step"},
 )
 
 

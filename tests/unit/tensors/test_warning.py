@@ -11,7 +11,7 @@ from titan_muon import Expert, Muon, clip_grad_norm_
 
 
 def thin() -> Muon:
-    return Muon([("w", nn.Parameter(torch.ones(4, 64)))], expert=Expert(on_bad_gradient="skip_nonfinite"))
+    return Muon([("w", nn.Parameter(torch.ones(4, 64)))], expert=Expert(on_bad_gradient="skip_step"))
 
 
 def not_finite(*, clip: bool) -> None:
