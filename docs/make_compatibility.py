@@ -40,7 +40,7 @@ BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end o
 
 # Products take a second for each FLOP and links are fast, so that ranks share the matrices of the tiny model.
 SLOW = machine_file(tflops=1e-12, tflops_float32=1e-12, node_gb=1e6, node_latency_us=0.0, launch_us=0.0)
-KERNELS = ("triton", "quack")
+KERNELS = ("triton",)
 """Values of `ns_kernel` that need a GPU: not tried."""
 SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum": (0.9,),

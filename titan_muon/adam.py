@@ -1,18 +1,17 @@
-"""AdamW, optionally with states on the host and in bfloat16, and AdamH, whose weights keep their norm."""
+"""AdamW, optionally with states on the host and in bfloat16."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .comm.clip import HostCopy, SkipsSteps, sum_over_shards
-from .comm.faults import Fault, allowed_faults, check_faults, names_with
+from .comm.clip import SkipsSteps
+from .comm.faults import ALLOWED, Fault, check_faults, warn_of_skipped
 from .comm.gradient_faults import GradientFaults
 from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
 from .state.holder_states import moved_state, moves, new_state, resolved
@@ -22,13 +21,9 @@ from .tensors.device import is_host
 from .tensors.dtensor import local, step_device
 from .tensors.names import named_parameters, names_in
 from .tensors.storage import placement_key
-from .tensors.warning import warn
-
-if TYPE_CHECKING:
-    from .features.offload import Window
 
 BATCH_BYTES = 2**26
-"""Limit on the bytes of a transfer, or of converted states."""
+"""Limit on the bytes of converted states."""
 
 VECTOR = 64
 """Alignment of parts, because CPU kernels give different bits for incomplete vectors."""
@@ -67,14 +62,15 @@ def _tensors(parts: Sequence[Elements], names: Iterable[str]) -> list[Tensor]:
 class AdamW(SkipsSteps, torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the bits of torch.optim.AdamW unless `state_dtype` is set.
 
-    Further keywords are torch's. With `state_dtype` or `offload`, a step updates parts of bounded size.
+    Further keywords are torch's. With `state_dtype`, a step updates parts of bounded size.
 
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
-        offload: keep the averages in host memory, as `Muon(offload=)`.
+        offload: keep the averages in host memory, as `Muon(offload=)`. A step moves them to the device whole.
         on_bad_gradient: a missing gradient raises; after a non-finite gradient, a step of this rank changes nothing,
             and the next step raises. `skip_missing`: a parameter without a gradient stays unchanged, as under torch.
-            `skip_nonfinite`: the next step warns. `skip`: both.
+            `skip_step`: a bad gradient on any rank skips the step on all ranks of `process_group`, which all call
+            `step`, and the next step warns.
 
     In a Hybrid, all ranks raise in the next step. Alone, a rank raises at once for a missing gradient.
 
@@ -84,11 +80,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     state_dtype: StateDtype = "parameter"
     offloaded: Offload = "none"
-    _window: Window | None = None
     allowed: tuple[Fault, ...] = ()
     _gradient_faults: GradientFaults | None = None
-    _skipped: Tensor | None = None
-    _counted: tuple[HostCopy, tuple[Tensor, ...]] | None = None
+    _broken: Tensor | None = None
+    skips_step = skips_missing = False
 
     def __init__(
         self,
@@ -102,7 +97,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self.state_dtype, self.offloaded = state_dtype, offload
         check(Expert, {"on_bad_gradient": on_bad_gradient})
         expert = Expert(on_bad_gradient=on_bad_gradient)
-        self.allowed = allowed_faults(missing=expert.skips_missing, nonfinite=expert.skips_nonfinite)
+        self.allowed = ALLOWED[on_bad_gradient]
+        self.skips_step, self.skips_missing = expert.skips_step, expert.skips_missing
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
         self._gradient_faults = GradientFaults(self)
@@ -123,7 +119,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        options = ("state_dtype", "offloaded", "allowed")
+        options = ("state_dtype", "offloaded", "allowed", "skips_step", "skips_missing")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
     @torch.no_grad()
@@ -133,32 +129,33 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._step()
         return loss
 
+    def prepare_step(self) -> Tensor | None:
+        self.check_norm(skips=self.skips_step)
+        norm = None if self._next_norm is None else self._next_norm.broken
+        broken = self.gradient_faults.check(norm, scaled=getattr(self, "found_inf", None) is not None)
+        # Otherwise only this rank changes nothing, and the next step raises.
+        self._broken = None if self.skips_step else broken
+        return broken if self.skips_step else None
+
     def _step(self) -> None:
-        self.check_norm(skips=Fault.NOT_FINITE in self.allowed)
-        skipped = self.gradient_faults.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
-        # Reading a flag on the CPU does not wait.
-        if skipped is not None and is_host(skipped.device):
+        device = next((step_device(p) for p in self.gradient_faults.params), torch.device("cpu"))
+        scaling = self.take_scaling(device, alone=True)
+        flags = [] if scaling is None else [scaling.skipped]
+        flags += [] if self._broken is None else [self._broken.to(device)]
+        skipped = torch.stack(flags).any() if flags else None
+        if skipped is not None and (is_host(skipped.device) or not all(group["fused"] for group in self.param_groups)):
+            # Only the fused kernel reads the flag on the device.
             if skipped:
                 return
             skipped = None
-        self._uncount()
-        self._skipped = skipped
-        batches = tuple(self._batches())
-        if self.offloaded == "none":
-            for group, parts in batches:
-                self._update(group, parts)
-        elif batches:
-            self._update_in_window(batches)
-        if skipped is not None:
-            steps = dict.fromkeys(part.step for _, parts in batches for part in parts if is_host(part.step.device))
-            self._counted = HostCopy(skipped), tuple(steps)
-
-    def _uncount(self) -> None:
-        """Take the last step back from counters on the host if the device skipped it."""
-        if self._counted is not None:
-            (skipped, steps), self._counted = self._counted, None
-            if steps and skipped.value:
-                torch._foreach_sub_(steps, 1)
+        for group, parts in self._batches():
+            if self.offloaded == "none":
+                self._update(group, parts, skipped)
+            else:
+                self._update_on_device(group, parts, skipped)
+        if self.offloaded == "parameters":
+            # A forward reads the parameters without a word to the optimizer.
+            self._wait_for_copies()
 
     @property
     def gradient_faults(self) -> GradientFaults:
@@ -175,38 +172,25 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
         check_faults(self.names(), faults, self.allowed)
-        if names := names_with(self.names(), faults, Fault.NOT_FINITE):
-            warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step")
+        if self.skips_step:
+            warn_of_skipped(self.names(), faults)
 
-    def _update_in_window(self, batches: Sequence[Batch]) -> None:
-        from .features.offload import Copied, Window
-
+    def _update_on_device(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
+        """Update parts whose tensors are on the host: they come whole, and go back at once."""
         changed, read = ON_HOST[self.offloaded]
+        device = step_device(next(p for p in group["params"] if p.grad is not None))
         names = (*changed, *read)
-        if self._window is None:
-            first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
-            self._window = Window(step_device(first))
-        hosts = [_tensors(parts, names) for _, parts in batches]
-        _, on_device = self._window.slots(hosts)
-        self._window.begin(
-            [
-                list(map(Copied, tensors, host, (name in changed for name in names for _ in parts)))
-                for (_, parts), tensors, host in zip(batches, on_device, hosts, strict=True)
-            ]
-        )
-        for (group, parts), tensors in zip(batches, on_device, strict=True):
-            by_part = (dict(zip(names, tensors[i :: len(parts)], strict=True)) for i in range(len(parts)))
-            with self._window.fetched():
-                self._update(group, [part._replace(**moved) for part, moved in zip(parts, by_part, strict=True)])
-        self._window.end()
-        if "param" in changed:
-            self._window.synchronize()
+        moved = [
+            part._replace(**{name: getattr(part, name).to(device, non_blocking=True) for name in names})
+            for part in parts
+        ]
+        self._update(group, moved, skipped)
+        for old, new in zip(_tensors(parts, changed), _tensors(moved, changed), strict=True):
+            old.copy_(new, non_blocking=True)
 
     def _batches(self) -> Iterator[Batch]:
-        """Parts of at most BATCH_BYTES in the fields that move or are converted, or else whole parameters."""
-        moved = [*chain(*ON_HOST[self.offloaded])]
-        if self.state_dtype == "bfloat16" or self._skipped is not None:
-            moved = moved or [*AVERAGES]
+        """Parts of at most BATCH_BYTES in the averages to convert, or else whole parameters."""
+        moved = [*AVERAGES] if self.state_dtype == "bfloat16" else []
         limit = BATCH_BYTES if moved else math.inf
         for group in self.param_groups:
             parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
@@ -236,15 +220,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         step = torch.zeros((), dtype=torch.float32, device=device)
         return {"step": step, **{name: new_state(parameter, dtype, self.offloaded) for name in AVERAGES}}
 
-    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements]) -> None:
+    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
         states = _tensors(parts, AVERAGES)
         wide = [state.to(parts[0].param.dtype) for state in states]
-        found_inf, kept = getattr(self, "found_inf", None), list[Tensor]()
-        changed = [*_tensors(parts, ["param"]), *wide]
-        if self._skipped is not None:
-            # The fused kernel skips. Tensors changed by other kernels get their old values back.
-            found_inf = self._skipped.float() if group["fused"] else None
-            kept = [] if group["fused"] else [tensor.clone() for tensor in changed]
         adam(
             _tensors(parts, ["param"]),
             _tensors(parts, ["grad"]),
@@ -255,7 +233,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             foreach=group["foreach"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
+            found_inf=None if skipped is None else skipped.float(),
             decoupled_weight_decay=group["decoupled_weight_decay"],
             amsgrad=False,
             beta1=group["betas"][0],
@@ -265,9 +243,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for tensor, old in zip(changed, kept, strict=False):
-            assert self._skipped is not None, "old values are kept for a step that may be skipped"
-            tensor.copy_(torch.where(self._skipped, old, tensor))
         if wide[0] is not states[0]:
             torch._foreach_copy_(states, wide)
 
@@ -335,87 +310,15 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:
-        self._uncount()
-        if self._window is not None:
-            self._window.synchronize()
+        if self.offloaded != "none":
+            self._wait_for_copies()
 
-
-class AdamH(AdamW):
-    """Adam with Hyperball (Wen et al., 2026, arXiv:2606.16899): each matrix keeps its Frobenius norm R.
-
-    W <- R Norm(W - lr R Norm(U)), with Adam's update U and Norm(X) = X / |X|, as `algorithm = "muonh"` of Muon. A step
-    takes memory for a copy of this rank's weights, and sums three numbers for each matrix over the ranks with shards.
-
-    Args:
-        weight_decay: 0, because the norm is constant.
-
-    Raises:
-        OptionError: as AdamW, and for weights on the host.
-        ValueError: for a vector, and for weights in 16 bits. In the first step, for a matrix of zeros. In a step on the
-            CPU, if a rank with other shards of the matrix raised; elsewhere these ranks keep the weights. Moments of
-            ranks that did not raise alone have advanced, and other replicas have stepped: load a checkpoint.
-    """
-
-    def __init__(self, params: Any, *, weight_decay: float = 0.0, **options: Any) -> None:
-        super().__init__(params, weight_decay=weight_decay, **options)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group["weight_decay"] != 0:
-            raise OptionError("weight_decay", f"= {group['weight_decay']}: adamh keeps the norm of weights; set 0")
-        if self.offloaded == "parameters":
-            raise OptionError("offload", "= 'parameters': adamh projects weights on the device; set 'state' or 'none'")
-        for fqn, parameter in named_parameters([group]):
-            if parameter.ndim < 2 or parameter.dtype.itemsize < 4:
-                kind = f"shape {tuple(parameter.shape)} and {parameter.dtype}"
-                raise ValueError(f"{fqn}: has {kind}, and adamh takes float32 matrices; give it to adamw")
-
-    def _step(self) -> None:
-        named, rates = list(named_parameters(self.param_groups)), [group["lr"] for group in self.param_groups]
-        weights = [local(parameter) for _, parameter in named]
-        before, is_first = [weight.clone() for weight in weights], not any(p in self.state for _, p in named)
-        failure: ValueError | None = None
-        try:
-            # From zero and with the rate 1, Adam's weights are minus its update.
-            for weight in weights:
-                weight.zero_()
-            for group in self.param_groups:
-                group["lr"] = 1.0
-            try:
-                super()._step()
-            except ValueError as error:
-                failure = error
-            by_parameter = [rate for group, rate in zip(self.param_groups, rates, strict=True) for _ in group["params"]]
-            # Also of ranks that raised or have no gradient, because the others wait for their sums.
-            for (fqn, parameter), new, old, rate in zip(named, weights, before, by_parameter, strict=True):
-                norm = self._turn(parameter, new, old, rate, failed=failure is not None)
-                if failure is None and is_first and norm == 0:
-                    problem = "a matrix of zeros, which keeps the norm 0 under adamh; initialize the weights"
-                    failure = ValueError(f"{fqn}: {problem}")
-                # Reading a number on the CPU does not wait.
-                if failure is None and is_host(norm.device) and norm.isnan():
-                    failure = ValueError(f"{fqn}: another rank raised in this step, or the weights are not finite")
-            if failure is not None:
-                raise failure
-        except BaseException:
-            for weight, old in zip(weights, before, strict=True):
-                weight.copy_(old)
-            raise
-        finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _turn(self, parameter: Tensor, update: Tensor, old: Tensor, lr: Any, *, failed: bool) -> Tensor:
-        """Replace minus the update by the weights after the step. Returns the norm; NaN if a rank `failed`."""
-        squares = [torch.linalg.vector_norm(tensor).square() for tensor in (old, update)]
-        sums = torch.stack([*squares, torch.dot(old.flatten(), update.flatten())])
-        sums = sums.fill_(math.nan) if failed else sums
-        square, update_square, product = sum_over_shards(sums, parameter).unbind()
-        rate = torch.where(update_square > 0, lr * (square / update_square).sqrt(), 0.0)
-        length = square + 2 * rate * product + rate.square() * update_square
-        update.mul_(rate).add_(old).mul_(torch.where(length > 0, (square / length).sqrt(), 1.0))
-        return square
+    def _wait_for_copies(self) -> None:
+        """Wait until states on the host have arrived."""
+        for device in {
+            step_device(parameter).type: step_device(parameter) for parameter in self.gradient_faults.params
+        }.values():
+            torch.get_device_module(device).synchronize()
 
 
 def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:

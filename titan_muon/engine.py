@@ -18,8 +18,9 @@ from .algorithms import algorithm_of
 from .algorithms.muon import highest_rate
 from .comm.agreement import Agreement, PlanReport, digest_of
 from .comm.buffers import Buffers, fragmentation, wire_dtypes
+from .comm.clip import Scaling
 from .comm.exchange import Collectives, Exchange
-from .comm.faults import STORAGE_FAULTS, Fault, allowed_faults, check_faults, names_with
+from .comm.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .comm.report import FaultReport, Reported
 from .features import StepParts, check_plan, overlap_of
 from .options import HYPERPARAMETERS, SHARED, MuonOptions
@@ -33,12 +34,12 @@ from .plan.terms.types import Layout, Plan
 from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
-from .step.algorithm import Algorithm, PlanContext, Scaling, work_of
+from .step.algorithm import Algorithm, PlanContext, work_of
 from .step.foreach import passes_of
 from .step.gradients import StepGradients, checked_inputs, compared
 from .step.rank import Rank, dispatch_of, methods_of
 from .step.step import trace_range
-from .tensors.device import is_host
+from .tensors.device import is_host, on_device
 from .tensors.dtensor import mesh_axes, storage_device
 from .tensors.matrices import planned
 from .tensors.names import listed
@@ -268,8 +269,6 @@ class Engine:
             overlap.ready()
         with trace_range("check"):
             faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
-            if Fault.NEWTON_SCHULZ_CHANGED in faults and self._follow_coefficients():
-                faults, grads, moved = checked_inputs(self.rank, self._iterations, self._names, groups, state)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)
@@ -277,10 +276,13 @@ class Engine:
         if any(faults) or not rank.report.quiet():
             self.raise_pending(faults if alone else ())
         excluded = frozenset[int]()
-        if any(faults):
-            if not alone:
+        missing = self._agreed_missing(faults) if rank.options.skips_missing else frozenset[int]()
+        if any(faults) or missing:
+            # The owner, which gets no piece, must not report a matrix that is not finite.
+            if not alone or missing:
                 rank.report.add(faults)
-            excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
+            allowed = Fault.NONE, Fault.NO_GRADIENT
+            excluded = missing | frozenset(i for i, fault in enumerate(faults) if fault not in allowed)
             grads = [None if index in excluded else grad for index, grad in enumerate(grads)]
         if moved and STORAGE_FAULTS.isdisjoint(faults):
             # For example after `param.data = ...`.
@@ -289,23 +291,47 @@ class Engine:
         dtypes = {None if g is None else g.dtype for g, p in zip(grads, rank.params, strict=True) if p.on_mesh}
         return StepGradients(grads, excluded, None not in dtypes and len(dtypes) <= 1, rank.params)
 
-    def _follow_coefficients(self) -> bool:
-        """Take the present coefficients of the groups, if the plan fits them. Returns whether."""
-        from .step.schedule import followed
+    def _agreed_missing(self, faults: Sequence[Fault]) -> frozenset[int]:
+        """The parameters without a gradient on some rank that shares matrices. The host waits."""
+        missing = torch.tensor([fault is Fault.NO_GRADIENT for fault in faults], dtype=torch.int32, device="cpu")
+        missing = on_device(missing, self.rank.device)
+        if work := self.rank.agreement.start_max_over_peers(missing):
+            work.wait()
+        return frozenset(missing.nonzero().flatten().tolist())
 
-        dispatch = dispatch_of(self.rank.device, self.rank.options)
-        if fitting := followed(self.rank, self._iterations, self.step.views, dispatch):
-            self.rank, self._iterations = fitting
-        return fitting is not None
+    def bad_gradients(self, gradients: StepGradients, *, scaled: bool) -> Tensor:
+        """Whether a gradient on this rank is missing or not finite, () bool on the device. Adds both to the report.
+
+        `scaled`: a GradScaler looks for gradients that are not finite.
+        """
+        rank = self.rank
+        pairs = zip(gradients.grads, rank.params, strict=True)
+        if any(grad is None and param.on_mesh for grad, param in pairs):
+            return torch.ones((), dtype=torch.bool, device=rank.device)
+        numbers, broken = ([], None) if scaled else gradients.nonfinite(rank.device)
+        if not numbers or broken is None:
+            return torch.zeros((), dtype=torch.bool, device=rank.device)
+        rank.report.add_where(rank.numbers(numbers), broken, Fault.NOT_FINITE)
+        return broken.any()
 
     def run(self, gradients: StepGradients, scaling: Scaling | None = None) -> None:
-        """Run a step. `scaling`: of this step alone."""
-        rank = self.rank
+        """Run a step. `scaling`: the flag of a step that may change nothing."""
+        rank, parts = self.rank, self._parts
+        if scaling is not None:
+            rank.report.add_skipped(scaling.skipped, scaling.differs)
+            if parts.reads_flag:
+                gradients = replace(gradients, scaling=scaling)
+            elif scaling.skipped:
+                # The host waits for the flag, because the algorithm has no kernels that read the flag.
+                rank.report.begin([None] * len(gradients.grads))
+                return rank.report.send()
+            else:
+                gradients = replace(gradients, inverse=scaling.inverse)
         rank.buffers.memory.take()
         self.workspace.take()
         rank.report.begin(gradients.grads)
         try:
-            (self.step if scaling is None else self._parts.scaled(scaling)).run(gradients)
+            parts.step.run(gradients)
         except RuntimeError as error:
             rank.agreement.locate(error, rank.report.steps)
             raise
@@ -327,7 +353,7 @@ class Engine:
         report.uncount_skipped()
         reported = report.read()
         if alone:
-            faults = report.late()
+            faults = report.unsent()
         else:
             report.clear()
         reported = [max(pair) for pair in zip_longest(reported, faults, fillvalue=Fault.NONE)]
@@ -342,17 +368,15 @@ class Engine:
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.momentum.nan_to_num_(0.0, 0.0, 0.0)
         names, options = report.names[: len(own)], self.rank.options
-        allowed = allowed_faults(missing=options.skips_missing, nonfinite=options.skips_nonfinite)
-        check_faults(names, own, allowed, "" if alone else report.details(reported))
+        check_faults(names, own, ALLOWED[options.on_bad_gradient], "" if alone else report.details(reported))
         report.tell_others(reported)
-        if broken := names_with(names, own, Fault.NOT_FINITE):
-            warn(f"{broken}: not finite; the update of those matrices was zero in a step")
+        if options.skips_step:
+            warn_of_skipped(names, own)
 
     def finish(self) -> None:
         """End what the last step left to a forward."""
         if self.overlap is not None:
             self.overlap.finish()
-            self.rank.report.add_late()
 
     def synchronize(self) -> None:
         """End the last step, and wait for transfers."""

@@ -21,7 +21,7 @@ from .assignment.roles import IsMuon
 from .assignment.rules import Assignment
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
 from .comm.agreement import Agreement
-from .comm.clip import NormCheck, SkipsSteps
+from .comm.clip import NormCheck, SkipsSteps, agreed_scaling
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import NO_EXPERT, Expert, MuonOptions, OptionError, Rule, refuse_hybrid_keywords, with_expert
@@ -74,10 +74,21 @@ class ForwardsToParts:
 
         The step after the next then raises ValueError.
         """
+        for optimizer in self._skipping:
+            optimizer.skip_unless_finite(norm)
+
+    @property
+    def _skipping(self) -> list[SkipsSteps]:
+        return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, SkipsSteps)]
+
+    def _prepare_parts(self) -> None:
+        """Prepare a step of all parts, and give them one flag, so that all skip together."""
+        device = next((muon.engine.rank.device for muon in self._muons), torch.device("cpu"))
+        scaling = agreed_scaling(self, self._skipping, device)
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, SkipsSteps):
-                optimizer.skip_unless_finite(norm)
-            elif norm.broken:
+                optimizer.give_scaling(scaling)
+            elif scaling is not None and scaling.skipped:
                 # Other optimizers cannot skip on the device, so the host waits.
                 optimizer.zero_grad()
 
@@ -287,17 +298,18 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         _check_momentum(self.param_groups)
         self._follow()
+        # torch.amp.GradScaler sets both for a step.
+        scaler = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         for part in self.optimizers.values():
-            for name in ("grad_scale", "found_inf"):
-                # torch.amp.GradScaler sets both for a step.
-                if hasattr(self, name):
-                    setattr(part, name, getattr(self, name))
-            try:
+            vars(part).update(scaler)
+        try:
+            self._prepare_parts()
+            for part in self.optimizers.values():
                 part.step()
-            finally:
-                for name in ("grad_scale", "found_inf"):
-                    if hasattr(part, name):
-                        delattr(part, name)
+        finally:
+            for part in self.optimizers.values():
+                for name in scaler:
+                    delattr(part, name)
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .algorithms import algorithm_of, algorithms_in, check_group, choice_of
@@ -28,9 +29,8 @@ from .state.groups import check_groups, check_lr, check_params, doubts_of, given
 from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
 from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
-from .step.algorithm import PlanContext, Scaling
-from .step.gradients import check_first_gradients
-from .tensors.device import may_be_true
+from .step.algorithm import PlanContext
+from .step.gradients import StepGradients, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import STEP, TrainedParam, device_of, trained_params
@@ -65,6 +65,7 @@ class Muon(SkipsSteps, Optimizer):
     _step_supports_amp_scaling = True
     _built_late = False
     _optional = False
+    _gradients: StepGradients | None = None
     _others: Mapping[str, Reported] = MappingProxyType({})
     transport: type[Collectives] = Collectives
     """Collectives of the exchange."""
@@ -198,28 +199,27 @@ class Muon(SkipsSteps, Optimizer):
                 previous step; for parameters, momentum, or iterations that changed since `build` (see `rebuild`).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        engine = self.engine if self._engine is None else self._engine
-        if self._built_late:
-            if not self._options.skips_missing:
-                self._agreed.together(lambda: check_first_gradients(engine.rank.params))
-            self._built_late = False
-        if self._last_norm is not None:
-            self.check_norm(skips=self._options.skips_nonfinite)
-        gradients = engine.gradients(self.param_groups, self.state)
-        engine.run(gradients, self._scaling() if self._next_norm is not None or hasattr(self, "found_inf") else None)
+        scaling = self.take_scaling(self.engine.rank.device)
+        assert self._gradients is not None, "a step is prepared"
+        gradients, self._gradients = self._gradients, None
+        self.engine.run(gradients, scaling)
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
         return loss
 
-    def _scaling(self) -> Scaling | None:
-        """Of this step, by torch.amp.GradScaler or by `skip_unless_finite`. None for a plain step."""
-        found_inf, skipped, device = getattr(self, "found_inf", None), self.take_skip(), self.engine.rank.device
-        if found_inf is not None:
-            from .algorithms.scaling import scaling_of
-
-            return scaling_of(found_inf, getattr(self, "grad_scale", None), device, skipped)
-        return Scaling(skipped) if skipped is not None and may_be_true(skipped) else None
+    def prepare_step(self) -> Tensor | None:
+        engine = self.engine
+        if self._built_late:
+            if not self._options.skips_missing:
+                self._agreed.together(lambda: check_first_gradients(engine.rank.params))
+            self._built_late = False
+        if self._last_norm is not None:
+            self.check_norm(skips=self._options.skips_step)
+        self._gradients = engine.gradients(self.param_groups, self.state)
+        if not self._options.skips_step:
+            return None
+        return engine.bad_gradients(self._gradients, scaled=getattr(self, "found_inf", None) is not None)
 
     def finish_step(self) -> None:
         """Apply the updates that the last step left to the next forward (`overlap = "forward"`).
@@ -240,12 +240,11 @@ class Muon(SkipsSteps, Optimizer):
     def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
         if not alone:
-            self.check_norm(skips=self._options.skips_nonfinite)
+            self.check_norm(skips=self._options.skips_step)
         if self._engine is not None:
             self._engine.raise_pending(alone=alone)
             if not alone:
-                # Faults from late updates, and from optimizers that step after Muon.
-                self._engine.rank.report.add_late()
+                # Faults from optimizers that step after Muon.
                 self._engine.rank.report.send()
                 self._engine.raise_pending()
 

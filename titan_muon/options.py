@@ -96,7 +96,7 @@ class Machine:
 
 Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
-OnBadGradient = Literal["error", "skip", "skip_missing", "skip_nonfinite"]
+OnBadGradient = Literal["error", "skip_missing", "skip_step"]
 """See `Expert.on_bad_gradient`."""
 Overlap = Literal["none", "forward"]
 StateDtype = Literal["parameter", "bfloat16"]
@@ -114,7 +114,6 @@ CoefficientSet = Literal[
     "cans",
     "pion",
     "pion_promotion",
-    "aol",
 ]
 """Names in `orthogonalize.coefficients.COEFFICIENTS`."""
 NS_COEFFICIENTS = Constraint(
@@ -140,7 +139,7 @@ class Expert:
     ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
 
-    ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
+    ns_kernel: Literal["auto", "plain", "triton"] = "auto"
     """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
 
     exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
@@ -171,8 +170,9 @@ class Expert:
 
     on_bad_gradient: OnBadGradient = "error"
     """A missing gradient raises on all ranks that share matrices. A matrix with a non-finite gradient gets no update,
-    and the next step raises there. `skip_missing`: on all ranks, skip a parameter that lacks a gradient on some rank,
-    with its momentum and weight decay. `skip_nonfinite`: skip such a matrix, and the next step warns. `skip`: both."""
+    and the next step raises there. `skip_missing`: a parameter without a gradient on some rank stays as it is on all
+    ranks, which agree before each step, so that the host waits. `skip_step`: after a missing or non-finite gradient on
+    any rank, the step changes nothing on all ranks, and the next step warns."""
 
     idle: Literal["move", "hold"] = "move"
     """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
@@ -197,12 +197,12 @@ class Expert:
     @property
     def skips_missing(self) -> bool:
         """Whether a step leaves out a parameter without a gradient."""
-        return self.on_bad_gradient in ("skip", "skip_missing")
+        return self.on_bad_gradient == "skip_missing"
 
     @property
-    def skips_nonfinite(self) -> bool:
-        """Whether a step leaves out a matrix with a gradient that is not finite."""
-        return self.on_bad_gradient in ("skip", "skip_nonfinite")
+    def skips_step(self) -> bool:
+        """Whether a missing or non-finite gradient on any rank skips the step."""
+        return self.on_bad_gradient == "skip_step"
 
     @property
     def buffer_bytes(self) -> int | None:
@@ -303,16 +303,6 @@ class MuonOptions(StepOptions, Hyperparameters, Expert):
     def counts_steps(self) -> bool:
         """Whether a step needs its number, besides for stochastic rounding."""
         return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
-
-    @property
-    def skips(self) -> bool:
-        """Whether a step may skip matrices."""
-        return self.on_bad_gradient != "error"
-
-    @property
-    def by_matrix(self) -> bool:
-        """Whether element-wise work needs each matrix apart: its flag to skip, or its blocks of 8-bit momentum."""
-        return self.skips or self.state_dtype == "int8"
 
     @property
     def wire_bytes(self) -> int:

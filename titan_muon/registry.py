@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from .options import MuonOptions
+from .removed import VALUES
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class Registry(Generic[T]):
 
 def unknown_name(key: str, name: str, known: Sequence[str]) -> str:
     """The error message for an unknown name in a recipe key."""
+    if problem := VALUES.get((key, name)):
+        return f"{key} = {name!r} {problem}"
     matches = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {matches[0]!r}? " if matches else ""
     return f"{key} = {name!r} is unknown; {hint}choose from: {', '.join(known)}"
@@ -76,7 +79,7 @@ class OptimizerEntry:
     by_rule: Sequence[str] = ()
 
 
-optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamh", "adamw", "muon"))
+optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers", own=("adamw", "muon"))
 
 
 algorithms: Registry[Callable[[MuonOptions], Any]] = Registry(

@@ -46,6 +46,21 @@ VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
     {
         ("muon.overlap", "backward"): "was removed: it gathered matrices during backward, and saved at most 0.24 % of "
         "a training step; set 'forward', which hides the returns, or 'none'",
+        (
+            "optimizer",
+            "adamh",
+        ): "was removed, because weights were zero in a step; use 'adamw' for these parameters, and "
+        "algorithm = 'muonh' for matrices",
+        ("muon.ns_coefficients", "aol"): "was removed: it scaled rows and no run gained by it; set another set, as "
+        "'polar_express'",
+        (
+            "muon.expert.on_bad_gradient",
+            "skip",
+        ): "was removed, because undoing parts of a step on the device took up to "
+        "twice its time; set 'skip_step', which skips whole steps on all ranks, or 'skip_missing'",
+        ("muon.expert.on_bad_gradient", "skip_nonfinite"): "was removed, because undoing parts of a step on the device "
+        "took up to twice its time; set 'skip_step', which skips whole steps on all ranks",
+        ("muon.expert.ns_kernel", "quack"): "was removed: no run measured it; set 'auto' or 'triton'",
     }
 )
 """Removed values of options, each with a problem."""
@@ -73,5 +88,7 @@ def refuses_removed(options: type[T]) -> type[T]:
 
 def removed_value(name: str, value: object) -> str | None:
     """The problem of a removed value of an option of Muon. None for another value."""
+    if not isinstance(value, str):
+        return None
     problem = VALUES.get((f"muon.{name}", value)) or VALUES.get((f"muon.expert.{name}", value))
     return None if problem is None else f"= {value!r} {problem}"

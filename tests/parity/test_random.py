@@ -33,7 +33,7 @@ def row_of(seed: int) -> Row:
         "replicas": draw.choice(("split", "redundant")),
         "state": draw.choice(("replicated", "replicated", "owner")),
         "offload": draw.choice(("none", "none", "state")),
-        "on_bad_gradient": "skip",
+        "on_bad_gradient": "skip_step",
         "release_grads": draw.random() < 0.3,
         "keep_buffers": draw.random() < 0.3,
         "buffer_gib": draw.choice(("auto", "auto", 20_000 / 2**30)),

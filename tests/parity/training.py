@@ -33,7 +33,6 @@ class Row:
         options: of Muon alone.
         math: options of Muon and of the reference.
         groups: hyperparameters of a second group with every other parameter, if any.
-        coefficients: (a, b, c) by step, with torch as the reference.
         sharded: FSDP2, DDP or `own` place modules, and gradients come from a backward pass.
         gradients: by step, a change of the gradients of parameters by the end of their names.
         between: by step, an action after that step.
@@ -53,7 +52,6 @@ class Row:
     math: Options = field(default_factory=dict)
     reference: str = "torch"
     groups: Options = field(default_factory=dict)
-    coefficients: tuple[tuple[float, float, float], ...] = ()
     sharded: bool = False
     gradients: Mapping[int, tuple[str, Any]] = field(default_factory=dict)
     between: Mapping[int, str] = field(default_factory=dict)
@@ -370,12 +368,6 @@ def reference_of(row: Row, names: list[str]) -> Reference:
     )
 
 
-def change_coefficients(training: Training, reference: Any, row: tuple[float, float, float]) -> None:
-    for groups_of, value in ((training.muon, [row]), (reference.muon, row)):
-        for group in groups_of.param_groups:
-            group["ns_coefficients"] = value
-
-
 def differences(rank: int, world_size: int, row: Row) -> list[str]:
     """Train a row. Differences from its reference, and expected texts that the error of the next step lacks."""
     training = Training(row)
@@ -385,10 +377,12 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
         if row.error and number == row.steps - 1:
             training.muon.finish_step()
         before = {name: local(param).clone() for name, param in training.params.items()}
-        if row.coefficients:
-            change_coefficients(training, reference, row.coefficients[number])
         training.step(number, grads, absent)
-        reference.step(number, grads, left_out)
+        if left_out and row.options.get("on_bad_gradient") == "skip_step":
+            # A bad gradient skips the whole step.
+            left_out = set()
+        else:
+            reference.step(number, grads, left_out)
         if number in row.between:
             ACTIONS[row.between[number]](training)
     assert not row.proof or PROOFS[row.proof](training.muon), f"the plan has no {row.proof}"

@@ -75,7 +75,7 @@ REFUSED = [
         "--muon.expert.orthogonalize gram --muon.expert.ns_dtype bfloat16",
         r"muon\.expert\.ns_dtype = 'bfloat16'.* diverges",
     ),
-    ("--muon.expert.ns_kernel quack", r"muon\.expert\.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
+    ("--muon.expert.ns_kernel triton", r"muon\.expert\.ns_kernel = 'triton' needs CUDA and the package triton"),
     ("--muon.expert.buffer_gib 1e-6 --world-size 2", r"muon\.expert\.buffer_gib = .* is too small"),
     ("--muon.split {match='*.wq.weight',dims='(hf)d->h|fd',lengths={f=7}}", r"muon\.split: dims = "),
     # By rules, placements and models.

@@ -185,7 +185,7 @@ def test_a_state_dict_of_different_assignments_is_refused() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
 def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
-    options: dict[str, Any] = {"state_dtype": "bfloat16", "on_bad_gradient": "skip"}
+    options: dict[str, Any] = {"state_dtype": "bfloat16", "on_bad_gradient": "skip_step"}
     adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
     assert (adamw.state_dtype, adamw.allowed) == ("bfloat16", (Fault.NOT_FINITE, Fault.NO_GRADIENT))
 
@@ -347,7 +347,7 @@ def test_a_nonfinite_norm_skips_third_party_optimizers(monkeypatch: pytest.Monke
     hybrid = Hybrid(
         model,
         rules=[Rule(match="embed.weight", optimizer="plain_sgd")],
-        expert=Expert(on_bad_gradient="skip_nonfinite"),
+        expert=Expert(on_bad_gradient="skip_step"),
     )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -73,7 +73,7 @@ def test_an_empty_state_dict_is_refused_with_the_missing_keys() -> None:
 
 def test_muon_stores_every_argument() -> None:
     options = MuonOptions(
-        lr=0.5, ns_steps=3, exchange="all_gather", on_bad_gradient="skip", machine=Machine(ranks_per_node=2)
+        lr=0.5, ns_steps=3, exchange="all_gather", on_bad_gradient="skip_step", machine=Machine(ranks_per_node=2)
     )
     values = {item.name: getattr(options, item.name) for item in fields(options)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **muon_keywords(**values))
@@ -115,11 +115,15 @@ WRONG = [
     ("lr", math.nan, "it takes 0 or more"),
     ("momentum", 1.0, "it takes a number from 0 to less than 1"),
     ("ns_steps", 0, "it takes 1 or more"),
-    ("ns_coefficients", (), "aol, or a list that is not empty"),
+    ("ns_coefficients", (), "pion_promotion, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
     ("adjust_lr_fn", "adam", "it takes match_rms_adamw, original, spectral_unclamped, or a number above 0"),
     ("exchange", "all_to_al", "is not one of all_to_all, all_gather, all_gather_reduce_scatter"),
-    ("on_bad_gradient", None, "is not one of error, skip, skip_missing, skip_nonfinite"),
+    ("on_bad_gradient", None, "is not one of error, skip_missing, skip_step"),
+    ("on_bad_gradient", "skip", "was removed, because undoing parts of a step"),
+    ("on_bad_gradient", "skip_nonfinite", "was removed, because undoing parts of a step"),
+    ("ns_kernel", "quack", "was removed: no run measured it; set 'auto' or 'triton'"),
+    ("ns_coefficients", "aol", "was removed: it scaled rows and no run gained by it; set another set"),
     ("replicas", "both", "is not one of auto, split, redundant"),
     ("algorithm", None, "it takes a name, or a list of different names"),
     ("algorithm", {"muon"}, "it takes a name, or a list of different names"),

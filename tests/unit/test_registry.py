@@ -97,7 +97,7 @@ def test_shared_options_belong_to_the_whole_optimizer() -> None:
 
 
 def test_a_recipe_is_checked_against_every_name_of_this_package_before_the_name_is_registered() -> None:
-    assert {*optimizers.own} == {"muon", "adamh", "adamw"} <= set(optimizers._values)
+    assert {*optimizers.own} == {"muon", "adamw"} <= set(optimizers._values)
     assert {*algorithms.own} == set(algorithms._values)
     assert {*placements.own, "shard0"} == set(placements._values)
     assert get_args(CoefficientSet) == tuple(COEFFICIENTS)

@@ -234,27 +234,11 @@ def test_fused_calls_have_the_momentum_of_their_own_algorithm(monkeypatch: pytes
     assert sorted(decays) == [0.5, 0.95, 1.0, 1.0]
 
 
-def test_coefficients_follow_a_schedule_with_the_same_plan() -> None:
-    muon = stepped(Muon(matrices(0, {}, {}), expert=Expert(orthogonalize="reference")), 0)
-    engine, digest, views = muon.engine, muon.plan.digest(), muon.engine.step.views
-    for seed, b in enumerate((-4.78, -4.77)):
-        for group in muon.param_groups:
-            group["ns_coefficients"] = [[3.44, b, 2.03]]
-        stepped(muon, seed)
-        muon.check_last_step()
-    assert muon.engine is engine
-    assert engine.step.views is views
-    assert muon.plan.digest() == digest
-    # In place too.
-    muon.param_groups[0]["ns_coefficients"][0][1] = muon.param_groups[1]["ns_coefficients"][0][1] = -4.76
-    stepped(muon, 2)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         [{"ns_steps": 4}, {"ns_steps": 4}],
-        [{"ns_coefficients": "aol", "ns_steps": 4}] * 2,
+        [{"ns_coefficients": [[3.4, -4.7, 2.0]]}] * 2,
         [{"eps": 1e-3}, {"eps": 1e-3}],
         [{"algorithm": "normuon"}, {}],
         [{"ns_coefficients": [[3.4, -4.7, 2.0]]}, {}],
@@ -262,7 +246,7 @@ def test_coefficients_follow_a_schedule_with_the_same_plan() -> None:
     ],
     ids=str,
 )
-def test_another_iteration_than_other_coefficients_is_an_error(changes: list[dict[str, Any]]) -> None:
+def test_another_iteration_is_an_error(changes: list[dict[str, Any]]) -> None:
     muon = stepped(Muon(matrices(0, {}, {})), 0)
     for group, change in zip(muon.param_groups, changes, strict=True):
         group.update(change)
@@ -286,19 +270,6 @@ def test_loading_keeps_the_algorithm_of_a_group() -> None:
         loading.load_state_dict(alone.state_dict())
     alone.load_state_dict(saved.state_dict())
     assert "algorithm" not in alone.param_groups[1]
-
-
-def test_scaled_coefficients_are_refused_only_for_the_reference() -> None:
-    param = nn.Parameter(torch.randn(16, 24))
-    options: dict[str, Any] = {"ns_coefficients": "aol", "ns_steps": 4}
-    with pytest.raises(ValueError, match="ns_coefficients = 'aol' begins with a scaling"):
-        Muon([("w", param)], **muon_keywords(orthogonalize="reference", **options)).build()
-    muon = Muon([("w", param)], **muon_keywords(lr=1.0, adjust_lr_fn="spectral_unclamped", weight_decay=0.0, **options))
-    before, param.grad = param.detach().clone(), torch.randn(16, 24)
-    muon.step()
-    values = torch.linalg.svdvals((before - param.detach()) * (24 / 16) ** 0.5)
-    assert values.min() > 0.9
-    assert values.max() < 1.2
 
 
 def test_muonh_refuses_bfloat16_weights_by_name() -> None:

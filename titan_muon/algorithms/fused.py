@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.clip import Scaling
 from ..options import MuonOptions, OptionError
 from ..orthogonalize import measured_choices
-from ..step.algorithm import Algorithm, Decorated, Group, PlanContext, Scaling, Tensors
+from ..step.algorithm import Algorithm, Decorated, Group, PlanContext, Tensors
 from ..step.rounding import seed_of
 from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
@@ -143,18 +144,13 @@ def usable(kind: str) -> bool:
 
 
 class Fused(Decorated):
-    """Runs each element-wise call as one kernel, see [Note: fused calls]. The innermost decorator.
+    """Runs each element-wise call as one kernel, see [Note: fused calls]. The innermost decorator."""
 
-    `scaling`: of a step that the device may skip, which the kernels do themselves.
-    """
+    reads_flag = True
 
-    def __init__(self, inner: Algorithm, tables: Tables, scaling: Scaling | None = None) -> None:
+    def __init__(self, inner: Algorithm, tables: Tables) -> None:
         super().__init__(inner)
-        self._tables, self._scaling = tables, scaling
-
-    def scaled(self, scaling: Scaling) -> Fused:
-        """The same kernels for one step with scaled gradients, or one that the device may skip."""
-        return Fused(self.inner, self._tables, scaling)
+        self._tables = tables
 
     def _of(self, call: MomentumCall | UpdateCall) -> MuonAlgorithm:
         algorithm = self.inner.for_parameter(call.parts[0].parameter)
@@ -166,7 +162,7 @@ class Fused(Decorated):
         lists = [momentum, grads, call.packed] if call.packed else [momentum, grads]
         # A kernel has one layout of rows, so that the place of an absent tensor is filled.
         table = self._tables.on_device([momentum, grads, call.packed or momentum], [0] * len(momentum))
-        momentum_launch(table, lists, decay, self._scaling, nesterov=nesterov).run()
+        momentum_launch(table, lists, decay, self._tables.scaling, nesterov=nesterov).run()
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
         muon = self._of(call)
@@ -176,18 +172,20 @@ class Fused(Decorated):
         firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts
         seed = None if call.chunk is None else seed_of(call.group[STEP])
         table = self._tables.on_device([params, call.updates], firsts)
-        update_launch(table, [params, call.updates], factor, rate, seed, self._scaling, cautious=cautious).run()
+        update_launch(table, [params, call.updates], factor, rate, seed, self._tables.scaling, cautious=cautious).run()
 
 
 class Tables:
-    """The tables on the device, kept as long as each step uses them. A hook of the step."""
+    """The tables on the device, kept as long as each step uses them, and the flag of the step. A hook of the step."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._tables: dict[Any, Table] = {}
         self._last: dict[Any, Table] = {}
+        self.scaling: Scaling | None = None
 
     def begin(self, gradients: StepGradients) -> None:
+        self.scaling = gradients.scaling
         self._last, self._tables = self._tables, {}
 
     def end(self) -> None:

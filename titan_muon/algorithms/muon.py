@@ -17,13 +17,10 @@ from ..tensors.storage import STEP
 
 if TYPE_CHECKING:
     from ..step.foreach import MomentumCall, UpdateCall
-    from ..step.views import Limits
 
 
 class MuonAlgorithm(Algorithm):
     """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base of the others."""
-
-    limits: Limits = "spectrum"
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         update_momentum(momentum, grads, call.packed, self.decay(call.group), call.group["nesterov"])

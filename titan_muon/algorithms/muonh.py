@@ -29,7 +29,6 @@ class MuonH(MuonAlgorithm):
     Raises OptionError for options without a meaning on the sphere, or that read weights before the projection.
     """
 
-    limits = "nothing"
     temporary_bytes = 4
     sums_norms = True
 

@@ -28,7 +28,6 @@ class NorMuon(MuonAlgorithm):
     adjust_lr_fn = "match_rms_adamw" the update equals the paper's.
     """
 
-    limits = "norm"
     # The matrix and its squares in float32.
     temporary_bytes = 8
     eps = 1e-7

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..step.foreach import MomentumCall, UpdateCall
     from ..step.views import Batch
 
-BOUNDS = ("spectrum", "norm", "nothing")
-
 
 class Several(MuonAlgorithm):
     """Algorithms that share the buckets of a Muon."""
@@ -75,10 +73,8 @@ class Composed(Several):
         self._rescaling = [a for a in self._all if type(a).rescale is not Algorithm.rescale]
         names = [spec.name for spec in self.states(1, 1, transposed=False)]
         if len(set(names)) < len(names):
-            raise OptionError(
-                "algorithm", f"= {[*options.algorithms]}: two of these keep a state of the same name; take one of them"
-            )
-        self.limits = max((a.limits for a in self._all), key=BOUNDS.index)
+            problem = f"= {[*options.algorithms]}: two of these keep a state of the same name; take one of them"
+            raise OptionError("algorithm", problem)
         self.momentum = self._gathering.momentum
 
     def _only(self, *methods: str) -> Algorithm:

@@ -56,7 +56,6 @@ def basis(side: str) -> str:
 class Soap(MuonAlgorithm):
     """See [Note: SOAP]. `momentum` is Adam's beta1, and `beta2` decays the squares and the averages L and R."""
 
-    limits = "nothing"
     momentum = False
     wire_dtype: Literal["float32"] | None = "float32"
     counts_steps = True

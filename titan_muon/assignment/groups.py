@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import options, registry
-from ..adam import AdamH, AdamW
+from ..adam import AdamW
 from ..muon import Muon
 from ..options import OptionError, Rule
 from ..tensors.names import canonical_fqn, listed
@@ -22,10 +22,9 @@ registry.optimizers.register(
     "muon",
     registry.OptimizerEntry(Muon, [k for k in options.KEYWORDS if k not in options.HYPERPARAMETERS], ["algorithm"]),
 )
-for _name, _class in (("adamw", AdamW), ("adamh", AdamH)):
-    registry.optimizers.register(
-        _name, registry.OptimizerEntry(_class, ("foreach", "fused", "state_dtype", "offload", "on_bad_gradient"))
-    )
+registry.optimizers.register(
+    "adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload", "on_bad_gradient"))
+)
 
 OPTIMIZER = "optimizer"
 """Key of a parameter group: the name of the optimizer that updates the group."""

@@ -66,8 +66,7 @@ def build_optimizers(
     parameters = {n: p for n, p in named_parameters_of(modules).items() if knows_frozen or n not in frozen}
     expert = tables.get("muon", {}).get("expert", Expert())
     tables = {**tables, **_shared_options(rules, tables)}
-    for name in ("adamw", "adamh"):
-        tables[name] = {"on_bad_gradient": expert.on_bad_gradient, **tables.get(name, {})}
+    tables["adamw"] = {"on_bad_gradient": expert.on_bad_gradient, **tables.get("adamw", {})}
     known = inspect_model(modules, frozen=knows_frozen, is_muon=is_muon) if model is None else model
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
     assigned = assigned_model(known, rules, router, frozen, is_part=is_part)

@@ -108,7 +108,6 @@ class BucketBuffers:
 
     Attributes:
         stored: every stored piece; the result arrives in the view.
-        arrived: the buffer of these views.
         packed: by matrix, the view for the piece to send.
         sources: gathered pieces by matrix.
         targets: by matrix, the views for orthogonalized pieces.
@@ -116,7 +115,6 @@ class BucketBuffers:
     """
 
     stored: tuple[BufferPiece, ...]
-    arrived: Tensor
     packed: Mapping[int, Tensor]
     sources: Mapping[int, tuple[BufferPiece, ...]]
     targets: Mapping[int, tuple[BufferPiece, ...]]
@@ -139,7 +137,6 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
-        arrived,
         packed,
         _by_matrix(run, gathering, buffer_set.inbox, buffer_set.home, rank),
         targets,

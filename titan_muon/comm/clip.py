@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..tensors.device import host_zeros, is_host, on_device
+from ..tensors.device import host_zeros, is_host, may_be_true, on_device
 from ..tensors.dtensor import MARKS
 from ..tensors.names import listed, named_parameters
 from ..tensors.process_groups import backends, ranks_of, without_groups
@@ -50,7 +51,7 @@ def clip_grad_norm_(
         stages: pipeline stages with separate parameters.
         optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
             no state, and the step after, or `check_last_step`, raises ValueError on all ranks (or warns, with
-            `on_bad_gradient = "skip_nonfinite"`). The host does not wait.
+            `on_bad_gradient = "skip_step"`). The host waits only for an algorithm without kernels that read the flag.
         process_group: the ranks with the model; by default the optimizer's group, else all ranks.
 
     Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
@@ -139,12 +140,39 @@ class NormCheck:
         return where or "large values"
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """A step that may change nothing.
+
+    Attributes:
+        skipped: () bool on the device, equal on all ranks.
+        inverse: () float32 factor on the gradients, or None.
+        differs: () bool: whether a GradScaler of another rank alone has found a bad gradient, or None.
+    """
+
+    skipped: Tensor
+    inverse: Tensor | None = None
+    differs: Tensor | None = None
+
+
 class SkipsSteps:
-    """An optimizer whose next step the device may skip. `process_group`: its ranks, by default all."""
+    """An optimizer with steps that may change nothing. `process_group`: its ranks, by default all.
+
+    One flag skips a step on all ranks: a norm that is not finite (`skip_unless_finite`), the `found_inf` of a
+    torch.amp.GradScaler, or a bad gradient with `on_bad_gradient = "skip_step"`.
+    """
 
     process_group: dist.ProcessGroup | None = None
     _next_norm: NormCheck | None = None
     _last_norm: NormCheck | None = None
+    _given: tuple[Scaling | None] | None = None
+
+    def prepare_step(self) -> Tensor | None:
+        """Raise ValueError for the last step, and take the gradients of this step.
+
+        Returns () bool on the device: whether a gradient on this rank is to skip the step; None if none can.
+        """
+        raise NotImplementedError
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
         groups: Sequence[Mapping[str, Any]] = self.param_groups  # type: ignore[attr-defined]
@@ -155,8 +183,20 @@ class SkipsSteps:
         """Let the next step change nothing if the norm is not finite. The host does not wait."""
         self._next_norm = norm
 
+    def give_scaling(self, scaling: Scaling | None) -> None:
+        """Let the next step of this prepared optimizer use the flag of a Hybrid."""
+        self._given = (scaling,)
+
+    def take_scaling(self, device: torch.device, *, alone: bool = False) -> Scaling | None:
+        """The flag of this step: a Hybrid's, or one on which all ranks agree now. None for a plain step.
+
+        `alone`: leave out the other ranks.
+        """
+        given, self._given = self._given, None
+        return agreed_scaling(self, [self], device, alone=alone) if given is None else given[0]
+
     def take_skip(self) -> Tensor | None:
-        """Whether this step changes nothing, () bool on the device, or None."""
+        """Whether a norm skips this step, () bool on the device, or None."""
         self._last_norm, self._next_norm = self._next_norm, None
         return None if self._last_norm is None else self._last_norm.broken
 
@@ -170,9 +210,37 @@ class SkipsSteps:
         if not skips:
             raise NotFiniteError(
                 f"{text}; lower the learning rate, clip gradients, or go on after such steps "
-                "(expert.on_bad_gradient = 'skip_nonfinite')"
+                "(expert.on_bad_gradient = 'skip_step')"
             )
         warn(text)
+
+
+def agreed_scaling(
+    scaler: Any, optimizers: Sequence[SkipsSteps], device: torch.device, *, alone: bool = False
+) -> Scaling | None:
+    """Prepare a step of the optimizers together, and return its flag, on which all ranks agree. None: a plain step.
+
+    `scaler`: has `found_inf` and `grad_scale` of a torch.amp.GradScaler, if one drives the step. `alone`: the ranks do
+    not agree about `found_inf`.
+    """
+    bad = [flag.to(device) for optimizer in optimizers if (flag := optimizer.prepare_step()) is not None]
+    norms = [flag.to(device) for optimizer in optimizers if (flag := optimizer.take_skip()) is not None]
+    found_inf = getattr(scaler, "found_inf", None)
+    if found_inf is None and not bad:
+        # A norm is equal on all ranks.
+        return Scaling(norms[0]) if norms and may_be_true(norms[0]) else None
+    # A number, not a tensor, if GradScaler has seen no gradient.
+    found = torch.as_tensor(0.0 if found_inf is None else found_inf, device=device).reshape(()) > 0
+    flags = torch.stack([found, torch.stack(bad).any() if bad else torch.zeros_like(found)]).int()
+    group = scaler.process_group
+    if (bad or not alone) and dist.is_initialized() and len(ranks_of(group)) > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    agreed = flags > 0
+    skipped = torch.stack([*agreed.unbind(), *norms]).any()
+    scale = getattr(scaler, "grad_scale", None)
+    # In double precision, as in GradScaler.unscale_.
+    inverse = None if scale is None else scale.to(device).reshape(()).double().reciprocal().float()
+    return Scaling(skipped, inverse, agreed[0] & ~found)
 
 
 class GradientClip:

@@ -8,9 +8,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from ..options import OnBadGradient
 from ..tensors.dtensor import local
 from ..tensors.names import listed
 from ..tensors.storage import TrainedParam, placement_key
+from ..tensors.warning import warn
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -33,7 +35,6 @@ class Fault(IntEnum):
     REPLICAS_DIFFER = 9
     CONVERTED = 11
     THAWED = 12
-    UPDATE_TOO_LARGE = 14
     HYPERPARAMETERS_DIFFER = 15
     STEPS_DIFFER = 16
     ZERO_WEIGHTS = 17
@@ -46,8 +47,8 @@ STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMET
 
 REMEDIES: Mapping[Fault, str] = {
     Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, which left those matrices "
-    "without an update; lower the learning rate, clip gradients, or skip such updates "
-    "(expert.on_bad_gradient = 'skip_nonfinite')",
+    "without an update; lower the learning rate, clip gradients, or skip such steps "
+    "(expert.on_bad_gradient = 'skip_step')",
     Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
     "(requires_grad = False), give it to another optimizer, or skip it in such steps "
     "(expert.on_bad_gradient = 'skip_missing'); if the parameter was frozen after Muon was built, call rebuild() on "
@@ -57,14 +58,14 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer, and load its momentum from a "
     "checkpoint",
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients, eps or algorithm changed since Muon was built; "
-    "build a new optimizer (only coefficients may change)",
+    "call rebuild() on every rank",
     Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
     "the old tensor; load momentum with load_state_dict, and move it only with the optimizer's own methods",
     Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "
     "tensor; shard and replace the model's parameters before the first step, or call rebuild() on every rank",
-    Fault.SKIPPED: "{names}: only some ranks skipped a step, because GradScalers on some ranks alone have found "
-    "gradients that are not finite; use ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler, which tells "
-    "all ranks, and go on from a checkpoint",
+    Fault.SKIPPED: "{names}: GradScalers on some ranks alone have found gradients that are not finite, so that a step "
+    "changed nothing, and scales differ from now on; use ShardedGradScaler of "
+    "torch.distributed.fsdp.sharded_grad_scaler, which tells all ranks, and go on from a checkpoint",
     Fault.REPLICAS_DIFFER: "{names}: these plain tensors were equal on all ranks when Muon was built, but their "
     "gradients differ, and a step applies one rank's gradient to all replicas; reduce gradients over the ranks, as "
     "DistributedDataParallel does, or have each rank train its own tensors (expert.replicas = 'redundant')",
@@ -73,9 +74,6 @@ REMEDIES: Mapping[Fault, str] = {
     "every rank, or freeze them again (requires_grad = False)",
     Fault.HYPERPARAMETERS_DIFFER: "hyperparameters differed between ranks in the last step: {details}; set the same "
     "values on every rank, and continue from a checkpoint",
-    Fault.UPDATE_TOO_LARGE: "{names}: an update arrived that is not finite or larger than an orthogonalized matrix can "
-    "be, so memory or network of a rank is faulty; continue from a checkpoint, and if the fault comes back, replace "
-    "machines",
     Fault.STEPS_DIFFER: "ranks took different numbers of steps since Muon was built: {details}; call step() equally "
     "often on every rank, also where an error was caught, and continue from a checkpoint",
     Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under algorithm = 'muonh' and never "
@@ -135,10 +133,19 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
             raise kind(remedy.format(names=faulty, details=details))
 
 
-def allowed_faults(*, missing: bool, nonfinite: bool) -> tuple[Fault, ...]:
-    """Faults that skip a parameter instead of raising, by what an optimizer skips."""
-    skipped = {Fault.NOT_FINITE: nonfinite, Fault.NO_GRADIENT: missing}
-    return tuple(fault for fault, is_skipped in skipped.items() if is_skipped)
+ALLOWED: Mapping[OnBadGradient, tuple[Fault, ...]] = {
+    "error": (),
+    "skip_missing": (Fault.NO_GRADIENT,),
+    "skip_step": (Fault.NOT_FINITE, Fault.NO_GRADIENT),
+}
+"""Faults that do not raise, by `on_bad_gradient`."""
+
+
+def warn_of_skipped(names: Sequence[str], faults: Sequence[Fault]) -> None:
+    """Warn of the gradients for which a step was skipped."""
+    for fault, problem in ((Fault.NOT_FINITE, "the gradient was not finite"), (Fault.NO_GRADIENT, "no gradient")):
+        if faulty := names_with(names, faults, fault):
+            warn(f"{faulty}: {problem}, and the step changed nothing on any rank")
 
 
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:

@@ -42,25 +42,28 @@ class GradientFaults:
         # By place, because for example Accelerate replaces the parameters of groups.
         self._frozen = [not parameter.requires_grad for parameter in self.params]
 
-    def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
+    def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor:
         """Raise ValueError for the last step, and report the gradients of this step.
 
         `skipped`: whether the step changes nothing anyway. `scaled`: whether a GradScaler has checked the gradients.
-        Returns () bool on the device: whether the step changes nothing; None for a normal step.
+        Returns () bool on the device: whether a gradient on this rank is bad.
         """
         report, start = self._report()
         params = self.params
-        grads = [parameter.grad for parameter in params]
+        grads, missing = [parameter.grad for parameter in params], False
         if any(grad is None for grad in grads) or any(self._frozen):
             faults = [self._fault(p, frozen=frozen) for p, frozen in zip(params, self._frozen, strict=True)]
-            if not report.is_shared:
+            if report.is_shared:
+                report.add(faults, start)
+            else:
                 self._adamw.on_faults(faults)
-            report.add(faults, start)
+            missing = Fault.NO_GRADIENT in faults
+        broken = torch.full((), missing, device=report.device)
         if not scaled:
-            skipped = self._nonfinite(grads, report, start, skipped)
+            broken = broken | self._nonfinite(grads, report, start, skipped)
         if self.reporter is None:
             report.send()
-        return skipped
+        return broken
 
     def _report(self) -> tuple[FaultReport, int]:
         if self.reporter is not None:
@@ -81,7 +84,7 @@ class GradientFaults:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if frozen and parameter.requires_grad and self.reporter is not None:
             return Fault.THAWED
-        if parameter.grad is not None or frozen or Fault.NO_GRADIENT in self._adamw.allowed:
+        if parameter.grad is not None or frozen or self._adamw.skips_missing:
             return Fault.NONE
         # Outside of the mesh, and where Megatron-FSDP keeps no rows.
         nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0
@@ -89,10 +92,10 @@ class GradientFaults:
 
     def _nonfinite(
         self, grads: Sequence[Tensor | None], report: FaultReport, start: int, skipped: Tensor | None
-    ) -> Tensor | None:
+    ) -> Tensor:
         stored = [(start + i, g) for i, grad in enumerate(grads) if grad is not None and (g := local(grad)).numel() > 0]
         if not stored:
-            return skipped
+            return torch.zeros((), dtype=torch.bool, device=report.device)
         norms = torch.stack(torch._foreach_norm([grad for _, grad in stored], math.inf))
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
         places = [place for place, _ in stored]
@@ -101,4 +104,4 @@ class GradientFaults:
         # A norm over all gradients has its own error.
         faulty = broken if skipped is None else broken & ~skipped
         report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
-        return broken.any() if skipped is None else broken.any() | skipped
+        return broken.any()

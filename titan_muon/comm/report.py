@@ -110,12 +110,12 @@ class FaultReport:
         #   each name: the code of its fault;
         #   each replica: its gradient's size; all hyperparameters: a hash; the number of steps;
         #   the negatives of these;
-        #   two flags: this rank skipped the step, this rank took it.
+        #   two flags: the step was skipped, this rank took it or would have.
         self._parts = [len(self.names), 2 * (len(self._replicas) + 2), 2]
         self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
         self._faults, compared, self._flags = self._codes.split(self._parts)
         self._sizes = compared.view(2, -1)[:, : len(self._replicas)].fill_(NO_SIZE)
-        self._on_time = self._late = FlagList(0, device).flags()
+        self._found = FlagList(0, device).flags()
         self._shared = torch.zeros_like(self._codes)
         self._shared_hashes = self._shared.split(self._parts)[1].view(2, -1)[:, len(self._replicas) :]
         self._sent_values: list[dict[str, str]] = []
@@ -138,20 +138,17 @@ class FaultReport:
         for other, (start, stop) in zip(self._others, pairwise(self._first), strict=True):
             other.on_faults(faults[start:stop])
 
-    def watch(self, on_time: Flags, late: Flags) -> None:
-        """The flags of a step from now on. `late`: of updates that run on another stream after `send`."""
-        self._on_time, self._late = on_time, late
+    def watch(self, flags: Flags) -> None:
+        """The flags of a step from now on."""
+        self._found = flags
 
     def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
         """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""
         self._faults.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
-    def add_late(self) -> None:
-        """Add faults of late updates. The current stream has waited for these updates."""
-        self._move(self._late)
-
-    def _move(self, flags: Flags) -> None:
-        """Add the flags to the faults by parameter, and clear them."""
+    def _add_found(self) -> None:
+        """Add the flags of the step to the faults by parameter, and clear them."""
+        flags = self._found
         self._faults.scatter_reduce_(0, flags.parameters, flags.codes * flags.found, "amax")
         flags.found.zero_()
 
@@ -161,9 +158,13 @@ class FaultReport:
             of_these = self._faults[start : start + len(faults)]
             torch.maximum(of_these, new, out=of_these)
 
-    def add_skipped(self, skipped: Tensor) -> None:
-        """Add () bool: whether this rank skips the step. Either all ranks call this or none."""
-        self._flags.copy_(torch.stack((skipped, skipped.logical_not())))
+    def add_skipped(self, skipped: Tensor, differs: Tensor | None = None) -> None:
+        """Add () bool: whether the step is skipped. Either all ranks call this or none.
+
+        `differs`: whether this rank would have taken the step, because its GradScaler found nothing.
+        """
+        taken = skipped.logical_not()
+        self._flags.copy_(torch.stack((skipped, taken if differs is None else taken | differs)))
 
     def _add_sizes(self, grads: Sequence[Tensor | None]) -> None:
         present = [place for place, parameter in enumerate(self._replicas) if grads[parameter] is not None]
@@ -191,7 +192,7 @@ class FaultReport:
 
     def send(self) -> None:
         """Start to share the faults of a step."""
-        self._move(self._on_time)
+        self._add_found()
         self._shared.copy_(self._codes)
         self._shared_hashes.copy_(self._hashes, non_blocking=True)
         self._codes.zero_()
@@ -224,10 +225,9 @@ class FaultReport:
         codes, sizes, values, steps, (skipped, _) = self._read()
         return not (any(codes) or values or steps or skipped or max(sizes, default=0) > TOLERANCE)
 
-    def late(self) -> list[Fault]:
+    def unsent(self) -> list[Fault]:
         """This rank's faults since the last `send`, by parameter, also for the next report."""
-        self._move(self._on_time)
-        self.add_late()
+        self._add_found()
         return [Fault(code) for code in self._faults.tolist()]
 
     def uncount_skipped(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..adam import AVERAGES, BATCH_BYTES, AdamW
+from ..adam import AVERAGES, AdamW
 from ..algorithms import algorithm_of
 from ..assignment.optimizer_set import OptimizerSet
 from ..features.eight_bit import BLOCK
@@ -36,7 +36,7 @@ class Memory:
     gradients: int
     optimizer_states: int  # on the device between steps; if offloaded: the peak of all transfers in a step
     exchange_buffers: int
-    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`; or AdamH's copies, if larger
+    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`
     host_parameters: int  # pinned, like the next two
     host_gradients: int
     host_states: int
@@ -105,7 +105,6 @@ def memory_per_rank(
     on_host = [item for item in items if item.offload == "parameters"]
     states_on_device = sum(size for item in items if item.offload == "none" for size in item.states)
     work = 0 if summary is None else summary.work_bytes_max
-    copies = sum(item.bytes for item in items if item.optimizer == "adamh")
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:
         states_on_device += max(state_bytes(plan, algorithm.for_parameter).values(), default=0)
@@ -115,12 +114,11 @@ def memory_per_rank(
         gradients=sum(trained),
         optimizer_states=states_on_device,
         exchange_buffers=0 if summary is None else summary.buffer_bytes_max,
-        # Optimizers step in turn.
-        orthogonalization=max(work, copies),
+        orthogonalization=work,
         host_parameters=sum(host_bytes(item.bytes, device) for item in on_host),
         host_gradients=sum(host_bytes(item.bytes, device) for item in on_host if item.optimizer),
         host_states=sum(host_bytes(size, device) for item in items if item.offload != "none" for size in item.states),
-        uncounted=tuple(sorted({a.optimizer for a in optimizers.assignments} - {"muon", "adamw", "adamh"})),
+        uncounted=tuple(sorted({a.optimizer for a in optimizers.assignments} - {"muon", "adamw"})),
     )
 
 
@@ -158,10 +156,10 @@ def _items(
 
 def _window_bytes(items: list[ParameterMemory], summary: Summary | None, options: MuonOptions) -> int:
     """Peak of offloaded bytes on the device; optimizers step in turn."""
-    # AdamW also moves a parameter and its gradient.
-    of_adamw = (item for item in items if item.optimizer in ("adamw", "adamh") and item.offload != "none")
+    # AdamW moves everything at once, also parameters and gradients on the host.
+    of_adamw = (item for item in items if item.optimizer == "adamw" and item.offload != "none")
     moved = (sum(item.states) + 2 * item.bytes * (item.offload == "parameters") for item in of_adamw)
-    most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, sum(moved))
+    most = sum(moved)
     if summary is None or options.offload == "none":
         return most
     element_bytes, stages = momentum_bytes(1, options.state_dtype), 1

@@ -6,12 +6,11 @@ To delete an option, delete its file and its lines here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..options import MuonOptions, OptionError
 from ..state.matrix_states import MatrixStates
-from ..step.algorithm import Algorithm, PlanContext, Scaling
+from ..step.algorithm import Algorithm, PlanContext
 from ..step.rank import Rank
 from ..step.step import Hook, MuonStep, UpdateMask
 from ..step.views import build_views
@@ -48,7 +47,7 @@ class StepParts:
     ) -> None:
         """`before`: the parts for earlier storage of the same plan."""
         self.rank, options, hooks = rank, rank.options, list[Hook]()
-        limits, whole = [algorithm.for_parameter(n).limits for n in range(len(rank.params))], algorithm.whole
+        whole = algorithm.whole
         if options.fused:
             from ..algorithms.fused import Fused, Tables
 
@@ -62,8 +61,7 @@ class StepParts:
             norms = weight_norms.norms.items()
             states = {**states, **{number: {**states.get(number, {}), **norm} for number, norm in norms}}
             hooks.append(weight_norms)
-        late = frozenset[int]() if overlap is None else rank.program.late
-        views, self.workspace, flags = build_views(rank, limits, whole, states, late)
+        views, self.workspace, self.flags = build_views(rank, whole, states)
         self.offload = None
         if options.offload != "none":
             from .offload import HostOffload
@@ -71,45 +69,23 @@ class StepParts:
             self.offload = HostOffload(rank, views, options.offload)
             views = self.offload.views
             hooks.append(self.offload)
-        mask, self.idle, self._skipped = UpdateMask(rank.report), None, None
-        if options.skips or options.idle == "hold":
+        mask, self.idle = UpdateMask(rank.report), None
+        if options.idle == "hold":
             from .mask import GradientMask, IdleSteps
 
             counted = None if before is None else before.idle
             self.idle = counted or IdleSteps(rank.plan, rank.device)
             mask = GradientMask(rank, views, self.idle)
             hooks.append(mask)
-            self._skipped = mask.skipped if options.skips else None
-        rank.report.watch(*flags)
-        self._algorithm = algorithm
-        seams = self._decorated(), mask, overlap, self.offload, hooks
-        self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
-
-    def _decorated(self, scaling: Scaling | None = None) -> Algorithm:
-        """The stack of decorators, innermost first: keeping, unscaling, and the format of the momentum."""
-        algorithm = self._algorithm
-        if self._skipped is not None:
-            from ..algorithms.keeping import Keeping
-
-            algorithm = Keeping(algorithm, self._skipped)
-        if scaling is not None:
-            from ..algorithms.scaling import scaled
-
-            algorithm = algorithm.scaled(scaling) or scaled(algorithm, scaling)
-        if self.rank.options.state_dtype == "int8":
+        rank.report.watch(self.flags)
+        if options.state_dtype == "int8":
             from .eight_bit import EightBit
 
             # Outermost, because restored numbers would not fit restored scales.
-            algorithm = EightBit(algorithm, self.rank)
-        return algorithm
-
-    def scaled(self, scaling: Scaling) -> MuonStep:
-        """The step for gradients with a scale, or one that the device may skip."""
-        from ..algorithms.scaling import SkippedStepMask
-
-        self.rank.report.add_skipped(scaling.skipped)
-        mask = SkippedStepMask(self.step.mask, scaling.skipped)
-        return replace(self.step, algorithm=self._decorated(scaling), mask=mask)
+            algorithm = EightBit(algorithm, rank)
+        self.reads_flag = algorithm.reads_flag
+        seams = algorithm, mask, overlap, self.offload, hooks
+        self.step = MuonStep(rank.program, views, rank.exchange, rank.report, *seams)
 
 
 def check_plan(context: PlanContext, algorithm: Algorithm) -> None:
@@ -134,7 +110,6 @@ def _checks(options: MuonOptions, algorithm: Algorithm) -> Iterator[Callable[[Pl
 
         yield eight_bit.check
     yield _check_owned
-    yield _check_prescaled
     if options.fused:
         from ..algorithms import fused
 
@@ -180,14 +155,3 @@ def _check_travels(context: PlanContext) -> None:
                 f"= {value!r} has no effect: the owner of an owned parameter stores the whole matrix "
                 f"({', '.join(owned[:5])}), and no other matrix travels; set {default!r}",
             )
-
-
-def _check_prescaled(context: PlanContext) -> None:
-    """Raise OptionError for coefficients with a scaling if the iteration does not scale."""
-    scaled = [iteration.name for iteration in context.iterations if iteration.prescaled]
-    if scaled and context.options.orthogonalize == "reference":
-        raise OptionError(
-            "ns_coefficients",
-            f"= {scaled[0]!r} begins with a scaling, which orthogonalize = 'reference' does not have; choose another "
-            "set, or orthogonalize = 'auto'",
-        )

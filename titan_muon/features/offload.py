@@ -2,7 +2,7 @@
 
 # [Note: transfers and slots]
 # - A transfer is the host tensors of one use. A use is the element-wise work of a bucket, before the gather or after
-#   the return, or a batch of AdamW. Transfers alternate between two slots of device memory.
+#   the return. Transfers alternate between two slots of device memory.
 # - The views of Muon's calls are made once, in the slots, so that a step reads views as without offload.
 # - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
 #   for the last step's transfers to the host.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from titan_muon.options import OptionError
+from titan_muon.removed import removed_value
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
@@ -25,19 +26,17 @@ def scaled(factor: float, *steps: tuple[float, float, float]) -> Coefficients:
 PROMOTION, SUPPRESSION = (1.875, -1.25, 0.375), (0.0, 2.5, -1.5)
 """Pion's two steps. Suppression sends singular values below sqrt(2/3) to 0 and above to 1."""
 
-YOU_JIACHENG: Coefficients = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-"""You Jiacheng's schedule (2025), as used in Emerging-Optimizers and dion."""
-
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
     "keller_jordan": ((3.4445, -4.7750, 2.0315),),
-    "you_jiacheng": YOU_JIACHENG,
+    # You Jiacheng (2025), as used in Emerging-Optimizers and dion.
+    "you_jiacheng": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
     # Amsel et al., "The Polar Express" (arXiv:2505.16932), l = 1e-3, every step with a safety factor s = 1.05:
     # (a / s, b / s^3, c / s^5). As in gram-newton-schulz and dmuon.
     "polar_express": (
@@ -74,13 +73,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     # takes suppression alone for reinforcement learning (k_p = 0). Promotion lowers the threshold of the filter.
     "pion": (SUPPRESSION,),
     "pion_promotion": (PROMOTION, *(SUPPRESSION,) * 4),
-    # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): `almost_orthogonal_` instead of a first step, here of
-    # you_jiacheng's, because the steps in flash-newton-schulz turn singular values above 0.88 negative.
-    "aol": YOU_JIACHENG[1:],
 }
 """A set of one step is repeated. Longer sets have a fixed number of steps, or go on in CONTINUED."""
-
-PRESCALED = ("aol",)
 
 CONTINUED: Mapping[str, Coefficients] = {
     # The paper's steps 6 and 7, with the same safety, and all later steps, which need no safety.
@@ -107,7 +101,8 @@ def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coeffic
         if choice not in COEFFICIENTS:
             matches = difflib.get_close_matches(choice, COEFFICIENTS, 1)
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
-            raise OptionError("ns_coefficients", f"= {choice!r} is not one of {', '.join(COEFFICIENTS)}{hint}")
+            problem = f"= {choice!r} is not one of {', '.join(COEFFICIENTS)}{hint}"
+            raise OptionError("ns_coefficients", removed_value("ns_coefficients", choice) or problem)
         table = COEFFICIENTS[choice]
         rows = table * steps if len(table) == 1 else table
         if steps > len(rows) and choice in CONTINUED:
@@ -136,11 +131,6 @@ class Iteration:
     name: str
     steps: Coefficients
     eps: float
-
-    @property
-    def prescaled(self) -> bool:
-        """Whether `almost_orthogonal_` comes first."""
-        return self.name in PRESCALED
 
     def __str__(self) -> str:
         return f"{self.name} x {len(self.steps)}, eps {self.eps:g}"

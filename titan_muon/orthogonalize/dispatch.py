@@ -41,7 +41,6 @@ KERNEL_SIDES = 16
 """Divisor of both sides required by kernels; further sizes would need slow copies."""
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities for fast bfloat16 products: x86, then ARM."""
-PACKAGES: Mapping[str, str] = {"triton": "triton", "quack": "quack-kernels"}
 HALVES = ("float16", "bfloat16")
 """Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
 
@@ -69,7 +68,7 @@ class Method:
         algorithm: `standard`, `gram` or `reference`.
         dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
-        products: `plain` or a name in PACKAGES.
+        products: `plain` or `triton`.
         reason: of the choice by `auto`, else empty.
     """
 
@@ -244,8 +243,7 @@ def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
     if choice == "plain":
         return ()
     if device.type != "cuda" or choice not in installed():
-        problem = f"= {choice!r} needs CUDA and the package {PACKAGES[choice]}; install it or choose 'auto'"
-        raise OptionError("ns_kernel", problem)
+        raise OptionError("ns_kernel", f"= {choice!r} needs CUDA and the package triton; install it or choose 'auto'")
     return tuple(Kernel(dtype, 1, choice) for dtype in HALVES)
 
 
@@ -257,4 +255,4 @@ def measured_choices(device: torch.device) -> Choices:
 
 def installed() -> list[str]:
     """The kernels whose packages are installed."""
-    return [kernel for kernel, package in PACKAGES.items() if any(distributions(name=package))]
+    return ["triton"] if any(distributions(name="triton")) else []

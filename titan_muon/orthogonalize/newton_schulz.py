@@ -36,19 +36,12 @@ def plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, 
 
 
 def product_of(name: str) -> Product:
-    """The product for `plain` or a name in PACKAGES."""
+    """The product for `plain` or `triton`."""
     if name == "triton":
         # On use, because only CUDA builds of PyTorch include Triton.
         from .symmetric_kernel import symmetric_product
 
         return symmetric_product
-    if name == "quack":
-        # github.com/Dao-AILab/quack, for Hopper and Blackwell.
-        from quack.gemm_interface import gemm_symmetric_out
-
-        return lambda a, b, c=None, *, alpha=1.0, beta=0.0, out: gemm_symmetric_out(
-            a, b, out, c, alpha=alpha, beta=beta
-        )
     return plain
 
 
@@ -73,7 +66,7 @@ def prepared(iteration: Iteration, method: Method) -> Callable[..., Tensor]:
     if method.algorithm == "reference":
         return partial(_references, steps=steps, eps=eps)
     dtype, runs, product = DTYPES[method.dtype], method.runs(len(steps)), product_of(method.products)
-    return partial(iterate, steps=steps, eps=eps, dtype=dtype, runs=runs, product=product, prescale=iteration.prescaled)
+    return partial(iterate, steps=steps, eps=eps, dtype=dtype, runs=runs, product=product)
 
 
 def zero_nonfinite_(stack: Tensor, norms: Tensor, broken: Tensor) -> None:
@@ -126,7 +119,6 @@ def iterate(
     *,
     norms: Tensor | None = None,
     out: Tensor | None = None,
-    prescale: bool = False,
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
@@ -136,8 +128,7 @@ def iterate(
     R, accumulates the product Q of all polynomials, and multiplies X by Q. Source: Zhang et al., "Gram Newton-Schulz"
     (2026). Rounding errors in small eigenvalues of R grow with each step, and the next run computes R from X.
 
-    The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`. `prescale`:
-    begin with `almost_orthogonal_`.
+    The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`.
     """
     x, runs = normalized(stack, eps, dtype, norms), runs or (1,) * len(steps)
     # `out` if the element size matches, because a third X may be most of the workspace.
@@ -146,11 +137,8 @@ def iterate(
     side = min(x.size(1), x.size(2))
     squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
     for first, last in pairwise(accumulate(runs, initial=0)):
-        if prescale and first == 0:
-            almost_orthogonal_(x, squares[0], product)
-        else:
-            wide = smaller_first(x)
-            product(wide, wide.mT, alpha=start_norm(dtype) ** -2, out=squares[0])
+        wide = smaller_first(x)
+        product(wide, wide.mT, alpha=start_norm(dtype) ** -2, out=squares[0])
         beta, q = _polynomial(steps[first:last], squares, product)
         scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
         # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
@@ -192,25 +180,6 @@ def _quadratic(product: Product, r: Tensor, b: float, c: float, *, out: Tensor) 
     else:
         # PyTorch 2.13 ignores alpha = 0 of a product in float16 on CPUs.
         torch.mul(r, b, out=out)
-
-
-def almost_orthogonal_(x: Tensor, gram: Tensor, product: Product) -> None:
-    """Scale X to S X in place, with S = diag(1 / sqrt(row sums of |X Xᵀ|)), and fill `gram` with the new X Xᵀ.
-
-    The spectral norm of S X is at most 1, and closer to 1 than after a division by the Frobenius norm (Prach and
-    Lampert, "Almost-Orthogonal Layers", 2022; Boissin et al., "Turbo-Muon", arXiv:2512.04632). S changes the polar
-    factor if rows of X have unequal norms.
-    """
-    # With the scale of X, because float16 would round the squares of rows below 2^-12 of the norm to zero.
-    rows = smaller_first(x)
-    product(rows, rows.mT, out=gram)
-    wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
-    # Rows are scaled by at most 2^12 in float16.
-    norm = start_norm(x.dtype)
-    sums = wide.abs().sum(dim=-1).clamp_(min=norm**2 * 2.0**-24 if x.dtype == torch.float16 else 1e-20)
-    scales = sums.rsqrt_().to(x.dtype)
-    gram.mul_(scales[:, :, None]).mul_(scales[:, None, :])
-    rows.mul_(scales.mul_(norm)[:, :, None])
 
 
 FLOAT16_NORM = 2.0**6

@@ -16,24 +16,13 @@ from ..state.matrix_states import StateSpec
 
 if TYPE_CHECKING:
     from .foreach import MomentumCall, UpdateCall
-    from .views import Batch, Limits
+    from .views import Batch
 
 Group = Mapping[str, Any]
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 WEIGHT_NORM = "weight_norm"
 """Name of the state of `Algorithm.sums_norms`."""
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """A step that the device may skip.
-
-    `skipped`: () bool on the device. `inverse`: () float32 factor on the gradients, or None.
-    """
-
-    skipped: Tensor
-    inverse: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,22 +58,22 @@ class Algorithm:
     matrices: `prepare`, `orthogonalize`, then `rescale` for each parameter group.
 
     Attributes:
-        limits: bound on updates.
         whole: whether the algorithm needs whole matrices by parameter group (`Batch.parts`), also without states.
         momentum: whether holders keep a momentum. Otherwise each has an empty tensor in its place.
         wire_dtype: of matrices in transit. None: as the option says.
         counts_steps: whether groups count their steps, under `STEP`.
         temporary_bytes: of `rescale`, for an element of a matrix.
+        reads_flag: whether kernels read `StepGradients.scaling`. Otherwise the host reads the flag before the step.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
             restores the norm after the step.
     """
 
-    limits: Limits = "nothing"
     whole = False
     momentum = True
     wire_dtype: Literal["float32"] | None = None
     counts_steps = False
     temporary_bytes: int = 0
+    reads_flag = False
     sums_norms = False
 
     def __init__(self, options: MuonOptions) -> None:
@@ -111,13 +100,6 @@ class Algorithm:
 
     def check(self, context: PlanContext) -> None:
         """Raise OptionError for options or a plan that the algorithm cannot use."""
-
-    def scaled(self, scaling: Scaling) -> Algorithm | None:
-        """This algorithm for one step with scaled gradients, or one that the device may skip.
-
-        None: decorators scale and keep.
-        """
-        return None
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         """Update the momentum in place, and write the owner's input to `call.packed`.

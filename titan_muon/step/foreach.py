@@ -58,13 +58,11 @@ def passes_of(
     """
     state_bytes, traffics = 2 if options.state_dtype == "bfloat16" else 4, list[Traffic]()
     advance, apply, drawn = [0], [0], False
-    # A step on an accelerator may have to keep the values, because its norm is not finite.
-    undone = options.skips + (device != "cpu" and not options.fused)
     for dtype, wire_bytes in dtypes:
         size, wide = dtype.itemsize, max(state_bytes, dtype.itemsize)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
-        kept, temporary = options.skips * state_bytes, 0
+        kept, temporary = 0, 0
         if not options.fused:
             # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
             kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
@@ -74,7 +72,7 @@ def passes_of(
                 temporary += WIDE_BYTES
             temporary += max(WIDE_BYTES, size) if options.cautious else 0
         advance.append(kept)
-        apply.append(temporary + undone * size)
+        apply.append(temporary)
         flags = {"stochastic": stochastic, "cautious": options.cautious, "fused": options.fused is True}
         traffics.append(traffic(size, state_bytes, wire_bytes, **flags))
     limit = chunk_bytes(device)

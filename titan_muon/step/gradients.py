@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..comm.faults import Fault, fault_of
+from ..comm.clip import Scaling
+from ..comm.faults import Fault, fault_of, norm_dtype
 from ..state.groups import iteration_changed
 from ..tensors.names import names_in
 from ..tensors.storage import Storage, TrainedParam
@@ -27,16 +28,30 @@ class StepGradients:
         excluded: parameters without an update or decay. Other parameters decay even without a gradient.
         uniform: whether all gradients exist, in one dtype.
         params: the parameters, whose gradients `release` frees.
+        scaling: the flag for kernels to read, if they may skip the step.
+        inverse: () float32 factor on the gradients, unless kernels take it from `scaling`.
     """
 
     grads: list[Tensor | None]
     excluded: frozenset[int]
     uniform: bool
     params: Sequence[TrainedParam]
+    scaling: Scaling | None = None
+    inverse: Tensor | None = None
 
     def dtype(self, parameter: int) -> torch.dtype | None:
         grad = self.grads[parameter]
         return None if grad is None else grad.dtype
+
+    def nonfinite(self, device: torch.device) -> tuple[list[int], Tensor]:
+        """Parameters with elements on this rank, and (count,) bool on `device`: whether the gradient is not finite."""
+        present = [(i, grad) for i, grad in enumerate(self.grads) if grad is not None and grad.numel() > 0]
+        if not present:
+            return [], torch.zeros(0, dtype=torch.bool, device=device)
+        grads = [grad for _, grad in present]
+        # Newton-Schulz cannot normalize by a norm that overflows.
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=norm_dtype(grads))).float()
+        return [i for i, _ in present], norms.isfinite().logical_not_().to(device, non_blocking=True)
 
     def release(self, parameters: Iterable[int]) -> None:
         """Free these gradients."""

@@ -20,7 +20,7 @@ from ..plan.program import Program
 from .algorithm import Algorithm
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
-from .views import Batch, BucketViews, UpdateBounds
+from .views import Batch, BucketViews
 
 Fetch = Literal["gather", "update"]
 """The element-wise work of a bucket: before its gather, or after its return."""
@@ -74,11 +74,13 @@ class UpdateMask:
         for place in absent:
             # Nothing was packed, and the workspace has old values.
             batch.whole[place].zero_()
+        if gradients.scaling is not None:
+            batch.whole.masked_fill_(gradients.scaling.skipped, 0)
         norms = batch.norms()
         zero_nonfinite_(batch.whole, norms, batch.broken)
         for place in absent:
             norms[place] = NO_UPDATE
-        return norms
+        return norms if gradients.scaling is None else norms.masked_fill_(gradients.scaling.skipped, NO_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ class MuonStep:
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
         with trace_range("advance", index), self.fetched("gather"):
             for call in with_gradients(views.gathers, gradients):
-                algorithm.before_gather(call, call.momentum, call.grads(gradients))
+                grads = call.grads(gradients)
+                if gradients.inverse is not None:
+                    grads = list(torch._foreach_mul(grads, gradients.inverse))
+                algorithm.before_gather(call, call.momentum, grads)
         if views.releases:
             gradients.release(views.releases)
         with trace_range("gather", index):
@@ -138,8 +143,6 @@ class MuonStep:
         # Holders decay their weights and add the update.
         with trace_range("apply", index):
             self.exchange.wait(index)
-            if views.bounds.views:
-                zero_broken_(views.bounds)
             updates = views.updates
             with self.fetched("update"):
                 for update in without_parameters(updates, excluded) if excluded else updates:
@@ -170,21 +173,6 @@ class MuonStep:
 
     def fetched(self, fetch: Fetch) -> AbstractContextManager[object]:
         return UNTRACED if self.offload is None else self.offload.fetched(fetch)
-
-
-def zero_broken_(bounds: UpdateBounds) -> None:
-    """Flag and zero updates that no orthogonalization can have made."""
-    if bounds.rows is None:
-        norms = torch.stack(torch._foreach_norm(bounds.views, 2))
-    else:
-        norms = torch.linalg.vector_norm(bounds.rows, dim=1)
-    # The comparison is false for NaN.
-    torch.le(norms, bounds.largest, out=bounds.broken).logical_not_()
-    any_broken = bounds.broken.any()
-    # Reading a flag on the CPU does not wait.
-    if not any_broken.is_cpu or any_broken:
-        # The next step raises on all ranks. A mask for each view would take a launch for each.
-        bounds.memory.masked_fill_(any_broken, 0)
 
 
 def with_gradients(calls: Sequence[MomentumCall], gradients: StepGradients) -> Iterable[MomentumCall]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..comm.buffers import BucketBuffers, BufferPiece, StepMemory
 from ..comm.faults import Fault
 from ..comm.report import FlagList, Flags
-from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, largest_value, prepared
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, prepared
 from ..plan.cost.walk import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
@@ -33,20 +32,12 @@ from .foreach import (
 from .rank import Rank
 from .rounding import draw_key
 
-FINITE = torch.finfo(torch.float32).max
-MARGIN = 1.5
-"""Factor on the largest norm of an update, for rounding in bfloat16."""
-BOUNDED = 8
-"""Most pieces with a common bound. A single one of `n` pieces is noticed if it is sqrt(1.25 n + 1) times too large."""
 NO_COPIES = Copies((), ())
 FEWER = 8
 """A strided copy takes a launch of its own, and a launch takes the host as long as 8 tensors in a list."""
 
 Pair = tuple[Tensor, Tensor]
 """(rows, cols) view of a buffer, and the view of assembled matrices to copy from or to."""
-
-Limits = Literal["spectrum", "norm", "nothing"]
-"""Bound on updates: the singular values of an orthogonalized matrix, its norm, or none."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class BatchPart:
 
 @dataclass(eq=False)
 class Batch:
-    """Matrices of one shape, orthogonalized together. A schedule of coefficients changes the iteration in place.
+    """Matrices of one shape, orthogonalized together.
 
     Attributes:
         whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
@@ -111,25 +102,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class UpdateBounds:
-    """The `largest` Frobenius norms of arriving updates, (count,) float32.
-
-    Attributes:
-        parameters: (count,) parameter indices.
-        views: parts of `memory`.
-        rows: the views as the rows of one tensor, if they are equally large and adjacent.
-        broken: (count,) bool, flags of updates with a larger norm.
-    """
-
-    memory: Tensor
-    parameters: tuple[int, ...]
-    views: tuple[Tensor, ...]
-    rows: Tensor | None
-    largest: Tensor
-    broken: Tensor
-
-
-@dataclass(frozen=True)
 class BucketViews:
     """The calls of a bucket.
 
@@ -148,27 +120,23 @@ class BucketViews:
     updates: tuple[UpdateCall, ...]
     cleared: Tensor | None
     releases: tuple[int, ...]
-    bounds: UpdateBounds
 
 
 def build_views(
     rank: Rank,
-    limits: Sequence[Limits],
     whole: bool,
     states: MatrixStates,
-    late: Collection[int],
-) -> tuple[tuple[BucketViews, ...], StepMemory, tuple[Flags, Flags]]:
+) -> tuple[tuple[BucketViews, ...], StepMemory, Flags]:
     """The views of a rank's buckets, the memory that assembled matrices share, and flags for `FaultReport.watch`.
 
-    `limits`, `whole`, `states`: of the algorithm; limits by parameter, states by matrix and name. `late`: buckets
-    whose updates run after the step.
+    `whole`, `states`: of the algorithm; states by matrix and name.
     """
-    builder = _Builder(rank, limits, whole, states, late)
+    builder = _Builder(rank, whole, states)
     with rank.buffers.memory.held():
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
-    flags = builder.on_time.flags(), builder.after.flags()
-    return buckets, StepMemory((builder.workspace,), kept=rank.options.keep_buffers), flags
+    memory = StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
+    return buckets, memory, builder.flags.flags()
 
 
 class _Builder:
@@ -177,13 +145,10 @@ class _Builder:
     def __init__(
         self,
         rank: Rank,
-        limits: Sequence[Limits],
         whole: bool,
         states: MatrixStates,
-        late: Collection[int],
     ) -> None:
-        self.rank, self.states = rank, states
-        self.limits, self.whole = limits, whole
+        self.rank, self.states, self.whole = rank, states, whole
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
         sizes = [
@@ -194,9 +159,8 @@ class _Builder:
         self.workspace = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
         self.numbers = group_numbers(rank)
-        self.late, count = late, sum(len(run.stored) for run in rank.program.buckets)
-        self.place, owned = 0, sum(len(batch) for run in self.batches for batch in run)
-        self.on_time, self.after = FlagList(owned + count, device), FlagList(count if late else 0, device)
+        self.place = 0
+        self.flags = FlagList(sum(len(batch) for run in self.batches for batch in run), device)
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
@@ -215,7 +179,6 @@ class _Builder:
                 update_calls(self.joined(pieces, draws=True), rank, self.scratch),
                 None,
                 self.releases[index],
-                self.bounds(batch.whole, pieces, index),
             )
         pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
         packed = [
@@ -231,7 +194,6 @@ class _Builder:
             update_calls(self.joined(pieces, draws=True), rank, self.scratch),
             buffers.cleared,
             self.releases[index],
-            self.bounds(buffers.arrived, pieces, index),
         )
 
     def batch(self, matrices: tuple[int, ...], dtype: torch.dtype) -> Batch:
@@ -245,7 +207,7 @@ class _Builder:
             matrices,
             whole,
             tuple(parameters),
-            self.on_time.taken(parameters, Fault.NOT_FINITE),
+            self.flags.taken(parameters, Fault.NOT_FINITE),
             self.place,
             iteration,
             method,
@@ -286,47 +248,7 @@ class _Builder:
     def joined(self, pieces: Sequence[StoredPiece], *, draws: bool = False) -> Sequence[StoredPiece]:
         """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
         drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
-        return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
-
-    def bounds(self, memory: Tensor, pieces: Sequence[StoredPiece], index: int) -> UpdateBounds:
-        """Of the updates in `memory`. Neighbours of a parameter share a bound, see [Note: neighbours] of foreach.py."""
-        parameters, views, squares, counts = list[int](), list[Tensor](), list[float](), list[int]()
-        for piece, view in ((piece, piece.view) for piece in pieces if piece.view is not None):
-            # A part has at most the singular values of the whole matrix.
-            limits, matrix = self.limits[piece.parameter], self.rank.plan.matrices[piece.matrix]
-            sides = view.shape if limits == "spectrum" else (matrix.rows, matrix.cols)
-            square = largest_value(self.rank.iterations[piece.parameter].steps) ** 2 * min(sides)
-            square = math.inf if limits == "nothing" else square
-            if views and parameters[-1] == piece.parameter and counts[-1] < BOUNDED and _adjacent(views[-1], view):
-                counts[-1], squares[-1] = counts[-1] + 1, squares[-1] + square
-                views[-1] = views[-1].as_strided((views[-1].numel() + view.numel(),), (1,))
-            else:
-                parameters.append(piece.parameter)
-                views.append(view)
-                squares.append(square)
-                counts.append(1)
-        bounds = [min(MARGIN * math.sqrt(square), FINITE) for square in squares]
-        largest = self.rank.on_device(torch.tensor(bounds, dtype=torch.float32, device="cpu"))
-        flags = self.after if index in self.late else self.on_time
-        broken = flags.taken(parameters, Fault.UPDATE_TOO_LARGE)
-        return UpdateBounds(memory, tuple(parameters), tuple(views), _as_rows(views), largest, broken)
-
-
-def _adjacent(first: Tensor, second: Tensor) -> bool:
-    """Whether the elements of two views of a buffer follow each other."""
-    contiguous = first.is_contiguous() and second.is_contiguous()
-    return contiguous and second.storage_offset() == first.storage_offset() + first.numel()
-
-
-def _as_rows(views: Sequence[Tensor]) -> Tensor | None:
-    """(count, elements): the views as rows, if they are equally large, contiguous and adjacent."""
-    sizes = {view.numel() for view in views}
-    if len(sizes) != 1 or not all(view.is_contiguous() for view in views):
-        return None
-    (size,), first = sizes, views[0].storage_offset()
-    if any(view.storage_offset() != first + place * size for place, view in enumerate(views)):
-        return None
-    return views[0].as_strided((len(views), size), (size, 1))
+        return pieces if drawn or self.rank.options.state_dtype == "int8" else joined(pieces)
 
 
 def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:

@@ -87,7 +87,7 @@ def skipped_by_one_scaler(rank: int, world_size: int) -> str:
     muon.grad_scale, muon.found_inf = None, torch.tensor([float(rank == 1)])  # type: ignore[attr-defined]
     muon.step()
     del muon.grad_scale, muon.found_inf  # type: ignore[attr-defined]
-    assert equal(before, [local(tensor) for tensor in tensors]) == (rank == 1)
+    assert equal(before, [local(tensor) for tensor in tensors])
     return message(muon.step)
 
 
@@ -109,4 +109,4 @@ def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
         assert narrow_saved
         assert "no parameter to train on ranks [1]" in frozen
         assert replaced.startswith("layers.0.weight: the momentum was replaced")
-        assert "only some ranks skipped a step" in skipped
+        assert "GradScalers on some ranks alone have found" in skipped

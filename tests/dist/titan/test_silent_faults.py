@@ -203,7 +203,7 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
         # The recipe's key, not Muon's keyword.
         (
             "Error: layers.1.attention.wo.weight: gradient or momentum was not finite",
-            "(muon.expert.on_bad_gradient = 'skip_nonfinite')",
+            "(muon.expert.on_bad_gradient = 'skip_step')",
         ),
     ),
     "held out": (
@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
 KEPT = {
     "not saved": (RARE, NAN, [False, False]),
     "passed over": (
-        {"metrics__log_freq": 10, "muon__expert__on_bad_gradient": "skip_nonfinite"},
+        {"metrics__log_freq": 10, "muon__expert__on_bad_gradient": "skip_step"},
         "",
         [False, True, False],
     ),

@@ -9,7 +9,6 @@ from torch import nn
 from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Muon
-from titan_muon.adam import AdamH
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
 from titan_muon.dry_run.memory import memory_per_rank
@@ -48,12 +47,3 @@ def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     states = [tensor for state in muon.state.values() for tensor in state.values()]
     assert memory.optimizer_states == sum(tensor.nbytes for tensor in states)
     assert memory.orthogonalization == pytest.approx(peak, rel=0.1)
-
-
-def test_a_step_of_adamh_takes_a_copy_of_its_weights() -> None:
-    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
-    assigned = tuple(Assignment(name, shape, "adamh", "", None) for name, shape in SHAPES.items())
-    optimizers = OptimizerSet(assigned, assigned, {}, {"adamh": AdamH(parameters.items())}, tuple(parameters), ())
-    memory = memory_per_rank(parameters, optimizers, None, None, {}, "cpu")
-    assert memory.orthogonalization == memory.parameters
-    assert memory.optimizer_states == 2 * memory.parameters

@@ -23,9 +23,9 @@ from titan_muon import Expert, Muon
 from titan_muon.algorithms import fused
 from titan_muon.algorithms.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
 from titan_muon.algorithms.muon import Tensors
+from titan_muon.comm.clip import Scaling
 from titan_muon.options import MuonOptions
 from titan_muon.plan.terms.machine import Choices
-from titan_muon.step.algorithm import Scaling
 from titan_muon.step.rank import Rank
 from titan_muon.step.rounding import chunk_of, draw_key, memory_bytes, seed_of
 
@@ -246,7 +246,7 @@ def without_gradient(muon: Muon, step: int) -> None:
         (FLOAT32, {"offload": "state"}, None),
         (FLOAT32, {"offload": "parameters"}, None),
         (FLOAT32, {"idle": "hold"}, None),
-        (FLOAT32, {"on_bad_gradient": "skip"}, without_gradient),
+        (FLOAT32, {"on_bad_gradient": "skip_missing"}, without_gradient),
         (FLOAT32, {}, with_scale),
         (BFLOAT16, {"wire_dtype": "float32"}, None),
         (BFLOAT16, {"state_dtype": "bfloat16", "cautious": True}, None),

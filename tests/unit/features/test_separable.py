@@ -54,9 +54,10 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.offload",), "offload='state'", "None"),
         (("features.forward",), "overlap='forward'", "None"),
         (("features.eight_bit",), "state_dtype='int8'", "None"),
-        (("algorithms.keeping", "algorithms.scaling"), "", "torch.zeros(())"),
+        ((), "", "torch.zeros(())"),
+        ((), "expert=Expert(on_bad_gradient='skip_step')", "None"),
+        ((), "expert=Expert(on_bad_gradient='skip_missing')", "None"),
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
-        (("algorithms.keeping", "features.mask"), "expert=Expert(on_bad_gradient='skip_nonfinite')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
         pytest.param(
             ("algorithms.fused", "tensors.fused_kernels"), "expert=Expert(fused=True)", "None", marks=needs_interpreter
@@ -70,7 +71,7 @@ def test_a_step_with_a_feature_loads_only_the_files_of_this_feature(
     assert loaded(kept, options, found_inf) == str(sorted(kept))
 
 
-@pytest.mark.parametrize("choice", ["skip", "hold", "int8", "forward"])
+@pytest.mark.parametrize("choice", ["skip_step", "skip_missing", "hold", "int8", "forward"])
 def test_the_step_does_not_ask_for_the_option_of_a_feature(choice: str) -> None:
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "step").glob("*.py")]
     values = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}

@@ -112,7 +112,7 @@ def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> Non
 
 
 def test_a_kernel_is_used_from_the_measured_size_for_fitting_sides() -> None:
-    kernels = (Kernel("float16", 512, "plain"), Kernel("float16", 2048, "triton"), Kernel("bfloat16", 256, "quack"))
+    kernels = (Kernel("float16", 512, "plain"), Kernel("float16", 2048, "triton"), Kernel("bfloat16", 256, "triton"))
     auto = Dispatch(device="cuda", kernels=kernels)
     products = [auto.choose(rows, 4 * rows, JORDAN).products for rows in (256, 1024, 2048, 4096)]
     assert products == ["plain", "plain", "triton", "triton"]

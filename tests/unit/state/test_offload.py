@@ -159,17 +159,14 @@ IMPLEMENTATIONS = {"for-loop": (False, False), "foreach": (True, False), "fused"
 
 @pytest.mark.parametrize("offload", ["none", "state", "parameters"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_adamw_has_the_bits_of_torchs_adamw(implementation: str, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "BATCH_BYTES", 1200 if offload == "parameters" else 600)
-    log, (foreach, fused) = watched(monkeypatch), IMPLEMENTATIONS[implementation]
+def test_adamw_has_the_bits_of_torchs_adamw(implementation: str, offload: str) -> None:
+    foreach, fused = IMPLEMENTATIONS[implementation]
     options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach, "fused": fused}
     theirs, ours = named(), named()
     expected = torch.optim.AdamW(theirs.items(), **options)
     adamw = batched.AdamW(ours.items(), offload=offload, **options)
     for optimizer, params in ((expected, theirs), (adamw, ours)):
         train(optimizer, params, range(4))
-    assert log[: len(ORDER)] == ([] if offload == "none" else ORDER)
-    assert log.count("0 comes") == (0 if offload == "none" else 4)
     assert equal(theirs.values(), ours.values())
     for left, right in zip(expected.state.values(), adamw.state.values(), strict=True):
         assert left.keys() == right.keys()
@@ -191,7 +188,7 @@ def test_states_move_between_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -
         log.clear()
         for optimizer, trained in ((plain, params), (moved, others)):
             train(optimizer, trained, range(1, 3))
-        assert log.count("0 comes") == 2 * loads
+        assert log.count("0 comes") == 2 * loads * (kind is Muon)
         assert equal(params.values(), others.values())
     with pytest.raises(ValueError, match="reload: the parameters are on the host"):
         kind(named().items(), offload="parameters").reload()
@@ -199,8 +196,9 @@ def test_states_move_between_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", [batched.AdamW, Muon])
 def test_readers_of_host_states_get_current_values(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[Window] = []
+    waits: list[object] = []
     monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
+    monkeypatch.setattr(batched.AdamW, "_wait_for_copies", lambda adamw: waits.append(adamw))
     for offload, of_a_step in (("state", 0), ("parameters", 1)):
         params = named()
         optimizer = kind(params.items(), offload=offload)

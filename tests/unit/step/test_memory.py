@@ -15,14 +15,12 @@ from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, own
 from titan_muon.algorithms.muon import MuonAlgorithm
-from titan_muon.algorithms.scaling import scaled
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.walk import Costs, PlanCost
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.step.algorithm import Scaling
 from titan_muon.step.foreach import CPU_CHUNK_BYTES, MomentumCall, Rectangle, UpdateCall, passes_of
 from titan_muon.tensors.storage import check_devices, trained_params
 
@@ -67,13 +65,13 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_plan_of_an_accelerator_counts_the_copies_of_a_revocable_step(dtype: torch.dtype) -> None:
-    """On a GPU, each step of a recipe may be undone. A CPU runs a call of each stage here."""
+def test_the_plan_of_an_accelerator_counts_the_copies_of_a_step(dtype: torch.dtype) -> None:
+    """A CPU runs a call of each stage here."""
     count, options = 2**20, MuonOptions(rounding="nearest")
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
     param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
     scratch = (torch.empty_like(param),) if dtype == torch.float32 else ()
-    algorithm = scaled(MuonAlgorithm(options), Scaling(torch.tensor(False)))
+    algorithm = MuonAlgorithm(options)
     group = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr_fn": None}
     parts, no_memory = (Rectangle(0, None),), torch.empty(0).untyped_storage()
     gather = MomentumCall(group, parts, (average,), (update,))

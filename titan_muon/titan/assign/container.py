@@ -94,6 +94,11 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         lines = plan_lines(plan, None if plan is None else summarize(plan))
         return "\n".join([parameter_table(self.assignments, self.named_parameters, plan, full=False), *lines])
 
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As torchtitan's. One flag skips the step of all optimizers."""
+        self._prepare_parts()
+        super().step(*args, **kwargs)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load all states. Hyperparameters stay the recipe's; `changes` lists the differences."""
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}

@@ -13,7 +13,7 @@ from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, 
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
 from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, with_data_source
 
-TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,), "adamh": (AdamW,)}
+TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
 
 
 def load(

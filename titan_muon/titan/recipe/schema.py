@@ -68,7 +68,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
 MOVED_VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
     {
         ("muon.missing_grad", "skip"): "skip_missing",
-        ("muon.nonfinite", "skip"): "skip_nonfinite",
+        ("muon.nonfinite", "skip"): "skip_step",
         ("muon.owners", "everyone"): "all_gather",
         ("muon.owners", "balanced"): "all_to_all",
     }
@@ -263,8 +263,8 @@ def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
             continue
         new, value = MOVED.get(key, key), _moved_value(key, entry.value)
         # Two keys became one.
-        if new in result and {result[new].value, value} == {"skip_missing", "skip_nonfinite"}:
-            value = "skip"
+        if new in result and {result[new].value, value} == {"skip_missing", "skip_step"}:
+            value = "skip_step"
         if new not in result or value != "error":
             result[new] = replace(entry, value=value)
     return result

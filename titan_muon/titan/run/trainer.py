@@ -111,7 +111,7 @@ class MuonTrainer(Trainer):
             self.device,
             data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
             token_group=None if token_mesh is None else token_mesh.get_group(),
-            tolerates_nonfinite=self.config.optimizer.tables["muon"]["expert"].skips_nonfinite,
+            tolerates_nonfinite=self.config.optimizer.tables["muon"]["expert"].skips_step,
         )
 
     def init_distributed(self) -> ParallelDims:
