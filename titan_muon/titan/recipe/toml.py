@@ -12,8 +12,16 @@ DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", 
 """Value of `data.source` by a key that no other source reads."""
 
 
+def without_password(text: str) -> str:
+    """The text with stars in the place of users and passwords in URLs."""
+    return re.sub(r"(?<=://)[^/\s]*:[^/\s]*@", "***@", text)
+
+
 class RecipeError(ValueError):
-    """A user's mistake in a recipe or on the command line. The text is a complete message."""
+    """A user's mistake in a recipe or on the command line. The text is a complete message, without passwords."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(without_password(text))
 
 
 @dataclass(frozen=True)
