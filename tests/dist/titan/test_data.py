@@ -71,7 +71,7 @@ def test_one_process_builds_the_cache_and_every_rank_reads_it(data):
 
 
 class _Stuck(ByteTokenizer):
-    def document(self, text: str) -> list[int]:
+    def documents(self, texts: list[str]) -> list[np.ndarray]:
         time.sleep(600)
         return []
 
