@@ -76,6 +76,8 @@ class Algorithm:
     matrices: `prepare`, `orthogonalize`, then `rescale` for each parameter group.
 
     Attributes:
+        Options: dataclass of the algorithm's own options, for its table in `algorithm_options`.
+        own: the options, an instance of `Options`, set after `__init__`.
         limits: bound on updates.
         whole: whether the algorithm needs whole matrices by parameter group (`Batch.parts`), also without states.
         momentum: whether holders keep a momentum. Otherwise each has an empty tensor in its place.
@@ -86,6 +88,8 @@ class Algorithm:
             restores the norm after the step.
     """
 
+    Options: type | None = None
+    own: Any = None
     limits: Limits = "nothing"
     whole = False
     momentum = True

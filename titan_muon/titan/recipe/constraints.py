@@ -187,8 +187,10 @@ def recipe_error(error: ValueError) -> RecipeError:
         key = f"optimizer.rule{key.removeprefix('rules')}"
     elif key == "offload":
         key = "optimizer.offload"
+    elif key.partition(".")[0] in EXPERT:
+        key = f"muon.expert.{key}"
     elif "." not in key:
-        key = f"muon.expert.{key}" if key in EXPERT else f"muon.{key}"
+        key = f"muon.{key}"
     return RecipeError(f"{key} {error.problem}")
 
 

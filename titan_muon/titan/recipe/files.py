@@ -1,8 +1,11 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
+import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,20 @@ def _with_shorter_warmup(
     because = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
     notice(f"lr_scheduler.warmup_steps = {shorter}: {because}")
     return replace(recipe, lr_scheduler=replace(schedule, warmup_steps=shorter))
+
+
+def import_modules(recipe: Recipe) -> None:
+    """Import the modules of `imports`, also from the working directory. Raises RecipeError for a missing module."""
+    for name in recipe.imports:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            where = f"install it, or start in the folder of {name.partition('.')[0]}.py (now {os.getcwd()})"
+            raise RecipeError(f"imports: there is no module {name!r}; {where}") from error
 
 
 def to_toml(recipe: Recipe) -> str:

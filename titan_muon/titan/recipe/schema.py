@@ -134,7 +134,8 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
         pairs = enumerate(zip(args[:1] * len(value) if args[-1] is Ellipsis else args, value, strict=True))
         return tuple(convert(element, item, f"{key}[{index}]", source) for index, (element, item) in pairs)
     if origin is dict and isinstance(value, dict):
-        return {name: _convert_free(item, f"{key}.{name}", source) for name, item in value.items()}
+        free = partial(convert, args[1]) if get_origin(args[1]) is dict else _convert_free
+        return {name: free(item, f"{key}.{name}", source) for name, item in value.items()}
     if origin is Literal and isinstance(value, str) and value in args:
         return value
     # TOML's integers are unbounded.

@@ -276,6 +276,46 @@ def test_the_short_help_fits_a_screen_and_shows_the_recipes_values(
     assert "A list is written `1,2` or `1 2`. The most used keys, with their defaults:" in capsys.readouterr().out
 
 
+MODULE = """
+from dataclasses import dataclass
+from titan_muon import registry
+from titan_muon.algorithms.muon import MuonAlgorithm
+
+@dataclass(frozen=True)
+class Own:
+    share: float = 0.5
+
+class Mine(MuonAlgorithm):
+    Options = Own
+
+registry.algorithms.register("mine", Mine)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--import", "my_module"], ""),
+        (["--muon.expert.algorithm_options", "{mine = {share = 0.1}}", "--import=my_module"], ""),
+        (
+            ["--muon.expert.algorithm_options", "{mine = {shar = 0.1}}", "--import=my_module"],
+            "error: muon.expert.algorithm_options.mine.shar is unknown; leave it out: the algorithm takes share",
+        ),
+        (
+            ["--import", "no_module"],
+            "error: imports: there is no module 'no_module'; install it, or start in the folder of",
+        ),
+        ([], "error: command line: muon.algorithm = 'mine' is unknown"),
+    ],
+)
+def test_an_algorithm_of_an_imported_module_is_planned(tmp_path: Path, flags: list[str], said: str) -> None:
+    (tmp_path / "my_module.py").write_text(MODULE)
+    train = [sys.executable, str(Path(__file__).parents[4] / "train.py"), "--config", "qwen_moe_muon", "--dry-run"]
+    command = [*train, "--world-size=2", "--device=cpu", "--muon.algorithm=mine", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, said in done.stderr) == (2 if said else 0, True), done.stderr[-500:]
+
+
 def test_every_suggestion_by_meaning_is_a_key() -> None:
     known = set(schema.keys(Recipe))
     assert set(schema.MEANT.values()) | set(schema.MOVED.values()) <= known
