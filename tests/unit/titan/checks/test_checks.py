@@ -102,6 +102,10 @@ def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
     inputs, labels, positions = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*blocks, strict=True))
     assert wrong_tokens(inputs, positions, labels) == 0
     assert wrong_tokens(inputs, positions, torch.full_like(labels, NOT_COUNTED)) == 0
+    assert wrong_tokens(inputs, torch.zeros_like(positions), labels) > 0, "attention would see single tokens"
+    # A tokenizer with one mark closes a document and opens the next by the same id.
+    tokens = torch.tensor([[9, 1, 2, 9, 3, 9, 4, 5]])
+    assert wrong_tokens(tokens[:, :-1], torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), tokens[:, 1:]) == 0
     for tensor in (inputs, positions, labels):
         tensor[1, 5] += 2
         assert wrong_tokens(inputs, positions, labels) > 0
