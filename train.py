@@ -6,7 +6,7 @@ import models  # noqa: F401 (registers the families)
 from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
-from titan_muon.titan.recipe.files import with_source
+from titan_muon.titan.recipe.files import import_modules, with_source
 
 
 def main(command: Command) -> int:
@@ -17,6 +17,7 @@ def main(command: Command) -> int:
 
     compat.recipe_version()
     compat.install()
+    import_modules(command.recipe)
     if command.dry_run:
         from titan_muon.titan.dry_run.compare import compare
         from titan_muon.titan.dry_run.report import report

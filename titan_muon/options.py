@@ -102,8 +102,7 @@ Overlap = Literal["none", "forward"]
 StateDtype = Literal["parameter", "bfloat16"]
 
 SLOWEST_IN_BFLOAT16 = 0.99
-# Largest beta of an average in bfloat16, which rounds away changes below 2^-8 of the average: at 0.99 the average stops
-# within 40 % of a constant input.
+# Largest beta of an average in bfloat16, whose rounding stops an average with 0.99 within 40 % of a constant input.
 
 CoefficientSet = Literal[
     "keller_jordan",
@@ -184,6 +183,9 @@ class Expert:
     keep_buffers: bool = False
     """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
+
+    algorithm_options: dict[str, dict[str, object]] = field(default_factory=dict, hash=False)
+    """Options of registered algorithms by name, for the fields of their `Options` (docs/your_own_algorithm.md)."""
 
     fused: Annotated[bool | Literal["auto"], SWITCH] = False
     """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
@@ -279,9 +281,7 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions(StepOptions, Hyperparameters, Expert):
-    """All options of Muon, as its step reads them: those of Expert are beside the others. A recipe has `[machine]` for
-    `machine`, and `[optimizer] offload` for all optimizers. Raises OptionError for an invalid value.
-    """
+    """All options of Muon, as its step reads them: those of Expert are beside the others. Raises OptionError."""
 
     machine: Machine = Machine()
     """The machine for the plan."""

@@ -63,6 +63,9 @@ def save(saved: SavedModel, folder: Path, *, drop_expert_bias: bool) -> None:
     folder.mkdir(parents=True)
     save_torch_state_dict(states, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in folder.glob("*.safetensors"):
+        # safetensors writes files that only their owner can read.
+        file.chmod((folder / "config.json").stat().st_mode)
     if recipe.data.tokenizer == "hf":
         for file in (file for names in TOKENIZER_FILES for file in Path(recipe.data.tokenizer_path or "").glob(names)):
             shutil.copy(file, folder)

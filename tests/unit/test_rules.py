@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 from unittest.mock import Mock
 
 import pytest
@@ -12,11 +13,13 @@ from torch.optim import lr_scheduler
 
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, registry
+from titan_muon.algorithms import algorithm_of
 from titan_muon.algorithms.fused import with_fused
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.options import MuonOptions, OptionError
 from titan_muon.plan.terms.machine import Choices, Work
+from titan_muon.ranges import FRACTION
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
     "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),
@@ -286,3 +289,56 @@ def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(registry.algorithms._values, "refusing", Refusing)
     with pytest.raises(OptionError, match="nesterov is not for this rule"):
         Muon([("w", nn.Parameter(torch.eye(16)))], algorithm="refusing")
+
+
+@dataclass(frozen=True)
+class Own:
+    share: Annotated[float, FRACTION] = 0.5
+    form: Literal["a", "b"] = "a"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count == 13:
+            raise ValueError("13 brings bad luck")
+
+
+class WithOptions(MuonAlgorithm):
+    Options = Own
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mine": {"shar": 0.1}}, "algorithm_options.mine.shar is unknown; leave it out: .* takes share, form, count"),
+        ({"mine": {"share": "x"}}, "algorithm_options.mine.share = 'x' is not accepted; it takes a number"),
+        ({"mine": {"count": True}}, "algorithm_options.mine.count = True is not accepted; it takes an integer"),
+        (
+            {"mine": {"share": 1}},
+            "algorithm_options.mine.share = 1.0 is not accepted; it takes a number from 0 to less",
+        ),
+        ({"mine": {"form": "c"}}, "algorithm_options.mine.form = 'c' is not one of a, b"),
+        ({"mine": {"count": 13}}, "algorithm_options.mine = .* is not accepted: 13 brings bad luck"),
+        ({"mien": {}}, "algorithm_options.mien belongs to no algorithm; did you mean 'mine'"),
+        ({"muon": {"share": 1}}, "algorithm_options.muon.share is unknown; .* the algorithm has no options of its own"),
+    ],
+)
+def test_the_options_of_a_registered_algorithm_are_checked(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.algorithms._values, "mine", WithOptions)
+    parameters = [("w", nn.Parameter(torch.eye(16)))]
+    with pytest.raises(OptionError, match=message):
+        Muon(parameters, algorithm=["mine", "muon"], expert=Expert(algorithm_options=given))
+
+
+def test_the_options_of_a_registered_algorithm_reach_it_as_its_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.algorithms._values, "mine", WithOptions)
+    for given, own in (({}, Own()), ({"mine": {"share": 0, "form": "b"}}, Own(0.0, "b"))):
+        expert = Expert(algorithm_options=given)
+        grouped = [{"params": [("w", nn.Parameter(torch.eye(16)))], "algorithm": "mine"}]
+        for muon in (
+            Muon([("w", nn.Parameter(torch.eye(16)))], algorithm="mine", expert=expert),
+            Muon(grouped, expert=expert),
+        ):
+            assert algorithm_of(muon.options, muon.param_groups).own == own
+    assert algorithm_of(Muon([("w", nn.Parameter(torch.eye(16)))]).options).own is None

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from .. import registry
-from ..options import MuonOptions, OptionError
+from ..options import MuonOptions, OptionError, check
 from ..step.algorithm import Algorithm, Group
 from ..tensors.names import listed
 
@@ -42,6 +42,10 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
 
     Raises OptionError for an unknown name, and for options without a meaning for the algorithm.
     """
+    for name in options.algorithm_options:
+        if name not in registry.algorithms:
+            problem = registry.unknown_name(name, name, registry.algorithms.names()).partition("is unknown")[2]
+            raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm{problem}")
     choices = _choices(options, groups) or [options.algorithm]
     made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
     if len(made) == 1:
@@ -93,4 +97,30 @@ def _named(name: str, options: MuonOptions) -> Algorithm:
     except ValueError as error:
         raise OptionError("algorithm", str(error).removeprefix("algorithm ")) from error
     algorithm: Algorithm = make(options)
+    algorithm.own = _own_options(algorithm.Options, name, options.algorithm_options.get(name, {}))
     return algorithm
+
+
+TYPES: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+def _own_options(table: type | None, algorithm: str, given: Mapping[str, Any]) -> Any:
+    """An instance of `table`, or None. Raises OptionError for an unknown key, a wrong type and a value out of range."""
+    place = f"algorithm_options.{algorithm}"
+    kinds = {} if table is None else get_type_hints(table)
+    values = dict(given)
+    for key, value in given.items():
+        if key not in kinds:
+            takes = f"takes {', '.join(kinds)}" if kinds else "has no options of its own"
+            raise OptionError(f"{place}.{key}", f"is unknown; leave it out: the algorithm {takes}")
+        kind = kinds[key]
+        if kind in TYPES and type(value) is not kind and not (kind is float and type(value) is int):
+            raise OptionError(f"{place}.{key}", f"= {value!r} is not accepted; it takes {TYPES[kind]}")
+        values[key] = float(value) if kind is float else value
+    if table is None:
+        return None
+    check(table, values, f"{place}.")
+    try:
+        return table(**values)
+    except (TypeError, ValueError) as error:
+        raise OptionError(place, f"= {values} is not accepted: {error}") from error

@@ -58,6 +58,8 @@ class Algorithm:
     matrices: `prepare`, `orthogonalize`, then `rescale` for each parameter group.
 
     Attributes:
+        Options: dataclass of the algorithm's own options, for its table in `algorithm_options`.
+        own: the options, an instance of `Options`, set after `__init__`.
         whole: whether the algorithm needs whole matrices by parameter group (`Batch.parts`), also without states.
         momentum: whether holders keep a momentum. Otherwise each has an empty tensor in its place.
         wire_dtype: of matrices in transit. None: as the option says.
@@ -68,6 +70,8 @@ class Algorithm:
             restores the norm after the step.
     """
 
+    Options: type | None = None
+    own: Any = None
     whole = False
     momentum = True
     wire_dtype: Literal["float32"] | None = None

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,14 +34,14 @@ class _Slow(ByteTokenizer):
 
     calls = 0
 
-    def document(self, text: str) -> list[int]:
-        type(self).calls += 1
-        time.sleep(0.01)
-        return super().document(text)
+    def documents(self, texts: list[str]) -> list[np.ndarray]:
+        type(self).calls += len(texts)
+        time.sleep(0.2)
+        return super().documents(texts)
 
 
 class _Failing(ByteTokenizer):
-    def document(self, text: str) -> list[int]:
+    def documents(self, texts: list[str]) -> list[np.ndarray]:
         raise RuntimeError("the disk is full")
 
 
@@ -70,7 +71,7 @@ def test_one_process_builds_the_cache_and_every_rank_reads_it(data):
 
 
 class _Stuck(ByteTokenizer):
-    def document(self, text: str) -> list[int]:
+    def documents(self, texts: list[str]) -> list[np.ndarray]:
         time.sleep(600)
         return []
 

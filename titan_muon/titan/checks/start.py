@@ -55,8 +55,9 @@ def data_facts(loader: Any, tokenizer: BaseTokenizer) -> dict[str, str]:
 
 
 def source_files(recipe: Recipe) -> list[Path]:
-    """Python files of this package and of the model's package."""
+    """Python files of this package, of the model's package, and of imported modules."""
     files = {*Path(titan_muon.__file__).parent.rglob("*.py")}
+    files |= {Path(file) for name in recipe.imports if (file := sys.modules[name].__file__) is not None}
     if recipe.model.name in registry.models.names():
         build = registry.models.get(recipe.model.name).build
         module = sys.modules[getattr(build, "func", build).__module__]

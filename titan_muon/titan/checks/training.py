@@ -21,9 +21,12 @@ def wrong_tokens(inputs: Tensor, positions: Tensor, labels: Tensor) -> int:
     """Number of positions and labels that do not follow the inputs in packed blocks, each (batch, seq_len)."""
     # The label at the end of a document is in no input.
     begins, next_positions = positions[:, 1:] == 0, positions[:, 1:]
-    other = (labels[:, :-1] != inputs[:, 1:]) & (labels[:, :-1] != NOT_COUNTED)
+    follows = labels[:, :-1] == inputs[:, 1:]
+    other = ~follows & (labels[:, :-1] != NOT_COUNTED)
     wrong = ~begins & ((next_positions != positions[:, :-1] + 1) | other)
-    return int(wrong.sum() + (positions[:, 0] != 0).sum())
+    # A label is followed by itself within a document, or where one mark closes a document and opens the next.
+    inside = inputs[:, 1:][begins & follows]
+    return int(wrong.sum() + (positions[:, 0] != 0).sum() + (inside != inside[:1]).sum())
 
 
 ADVICE = "Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."

@@ -1,8 +1,9 @@
 """All documents as tokens, memory-mapped from a cache. No collectives."""
 
 import time
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -13,12 +14,14 @@ from torchtitan.tools.logging import logger
 from titan_muon.options import plural
 from titan_muon.titan.data.cache import cached, digest
 from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.data.files import DataFile
 from titan_muon.titan.data.tokenizers import DocumentTokenizer
 from titan_muon.titan.recipe import RecipeError
 
 _FORMAT = "1"
 """Increment when the tokens of a text change."""
-_COLUMNS = {"ids": "large_binary", "tokens": "int64", "text_bytes": "int64"}
+_COLUMNS = {"ids": "large_binary", "tokens": "int64", "text_bytes": "int64", "crc": "uint32"}
+_BYTES_AT_ONCE, _DOCUMENTS_AT_ONCE = 1 << 22, 1000
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
@@ -30,11 +33,24 @@ class Corpus:
     dtype: np.dtype
     tokens: np.ndarray  # int64: number of each document's tokens
     text_bytes: np.ndarray  # int64: UTF-8 bytes of each document; 0 for documents of tokens
-    digest: str
+    crc: np.ndarray  # uint32: CRC-32 of each document's ids
+    digest: str  # of text and tokenizer
+    file: str
+    _checked: set[int] = field(default_factory=set)
 
     def document(self, number: int) -> np.ndarray:
-        """Tokens of a document, read-only."""
-        return np.frombuffer(self.ids[number].as_buffer(), dtype=self.dtype)
+        """Tokens of a document, read-only.
+
+        Raises RuntimeError for a document that is not as it was written, at the first reading: a damaged cache of one
+        node would train other text there.
+        """
+        ids = self.ids[number].as_buffer()
+        if number not in self._checked:
+            if zlib.crc32(ids) != self.crc[number] or len(ids) != self.tokens[number] * self.dtype.itemsize:
+                problem = f"data.cache: {self.file} is damaged: document {number} has other tokens than were written"
+                raise RuntimeError(f"{problem}. Delete the file, and start again: it is made again from the text.")
+            self._checked.add(number)
+        return np.frombuffer(ids, dtype=self.dtype)
 
 
 @lru_cache(maxsize=2)  # TorchTitan's validator builds a loader for each validation
@@ -43,29 +59,56 @@ def open_corpus(documents: Documents, tokenizer: DocumentTokenizer) -> Corpus:
     name = digest(_FORMAT, documents.digest, tokenizer.fingerprint)
     dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
     rows = _tokenize(documents, tokenizer, dtype)
-    table = cached(documents.data.cache, f"corpus-{name}", rows, _COLUMNS)
-    return Corpus(table["ids"], dtype, table["tokens"].to_numpy(), table["text_bytes"].to_numpy(), name)
+    # In 0.2.0 the table had no checksums, and no "2" in its name.
+    table = cached(documents.data.cache, f"corpus-2-{name}", rows, _COLUMNS)
+    tokens, text_bytes, crc = (table[column].to_numpy() for column in ("tokens", "text_bytes", "crc"))
+    return Corpus(table["ids"], dtype, tokens, text_bytes, crc, name, f"{documents.data.cache}/corpus-2-{name}.arrow")
 
 
 def _tokenize(documents: Documents, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Iterator[dict[str, Any]]:
     megabytes = sum(file.size for file in documents.all) / 1e6
     logger.info("Tokenizing %s (%.1f MB)", plural(documents.count, "document"), megabytes)
-    vocab_size, tokens = tokenizer.get_vocab_size(), 0
+    count, tokens = 0, 0
     began = logged = time.monotonic()
-    for number, (file, content) in enumerate(documents.contents()):
-        text = "" if file.has_tokens else content.decode("utf-8", errors="replace")
-        ids = np.asarray(tokenizer.document(text), dtype=np.int64)
-        if file.has_tokens:
-            ids = np.concatenate([ids[:1], np.frombuffer(content, "<u4"), ids[-1:]])
-        if ids.max() >= vocab_size:
-            remedy = "choose the tokenizer and data.token_dtype of these tokens"
-            raise RecipeError(
-                f"data.files: token {ids.max()} in {file.path}: data.tokenizer has {vocab_size}; {remedy}"
-            )
-        yield {"ids": ids.astype(dtype).tobytes(), "tokens": len(ids), "text_bytes": len(text.encode())}
-        tokens += len(ids)
+    for batch in _batches(documents):
+        for row in _encode(batch, tokenizer, dtype):
+            tokens += row["tokens"]
+            yield row
+        count += len(batch)
         if time.monotonic() - logged > _SECONDS_BETWEEN_MESSAGES:
             logged = time.monotonic()
-            logger.info("Tokenized %d of %d documents", number + 1, documents.count)
+            logger.info("Tokenized %d of %d documents", count, documents.count)
     seconds, size = time.monotonic() - began, tokens * dtype.itemsize / 1e6
     logger.info("%d tokens in %.1f s, cached in %s (%.1f MB)", tokens, seconds, documents.data.cache, size)
+
+
+_Batch = list[tuple[DataFile, bytes]]
+
+
+def _batches(documents: Documents) -> Iterator[_Batch]:
+    """The documents in order, some at once. A document may be a book."""
+    batch: _Batch = []
+    size = 0
+    for file, content in documents.contents():
+        batch.append((file, content))
+        size += len(content)
+        if size >= _BYTES_AT_ONCE or len(batch) == _DOCUMENTS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batch: _Batch, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Iterator[dict[str, Any]]:
+    """A row of _COLUMNS for each document. Raises RecipeError for a token outside of the vocabulary."""
+    texts = ["" if file.has_tokens else content.decode("utf-8", errors="replace") for file, content in batch]
+    vocab_size = tokenizer.get_vocab_size()
+    for (file, content), text, ids in zip(batch, texts, tokenizer.documents(texts), strict=True):
+        if file.has_tokens:
+            ids = np.concatenate([ids[:1], np.frombuffer(content, "<u4"), ids[-1:]])
+            if ids.max() >= vocab_size:
+                remedy = "choose the tokenizer and data.token_dtype of these tokens"
+                problem = f"token {ids.max()} in {file.path}: data.tokenizer has {vocab_size}; {remedy}"
+                raise RecipeError(f"data.files: {problem}")
+        stored = ids.astype(dtype).tobytes()
+        yield {"ids": stored, "tokens": len(ids), "text_bytes": len(text.encode()), "crc": zlib.crc32(stored)}

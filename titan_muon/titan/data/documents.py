@@ -30,9 +30,10 @@ class _Index:
     """Arrays with an entry for each document."""
 
     file: np.ndarray  # int64: number of its file, ascending
-    hashes: np.ndarray  # uint64 (documents, 2): hash of its content
+    hashes: np.ndarray  # uint64 (documents, 2): hash of its content; of the whole one for both parts of a cut one
     hardly_text: np.ndarray  # bool: many of its bytes are outside of UTF-8
     problems: dict[int, list[str]]  # of skipped rows, by number of the file
+    tails: np.ndarray  # int64: second parts of cut documents, each after its first part
 
 
 class Documents:
@@ -66,6 +67,8 @@ class Documents:
         for number, file in enumerate(self.all):
             state.update(f"\0{file.name}\0".encode(errors="surrogateescape"))
             state.update(self._index.hashes[first[number] : first[number + 1]].tobytes())
+        if len(self._index.tails):
+            state.update(repr(self.data.validation_fraction).encode())
         return state.hexdigest()
 
     @property
@@ -102,7 +105,8 @@ class Documents:
 
     def summary(self, tokens: np.ndarray) -> list[str]:
         """A line for each file of rows or tokens: documents, tokens, and skipped rows. `tokens`: of each document."""
-        lines, bad = [], self._index.problems
+        bad, cut = self._index.problems, self._index.file[self._index.tails]
+        lines = [f"{self.all[n].path}: its end is held out, because it is a single document" for n in cut]
         numbers = [n for n, file in enumerate(self.all) if file.path.endswith((*ROWS, *TOKENS))]
         numbers.sort(key=lambda number: -len(bad.get(number, ())))
         for number in numbers[:MOST_SHOWN]:
@@ -116,11 +120,22 @@ class Documents:
         return lines
 
     def contents(self) -> Iterator[tuple[DataFile, bytes]]:
-        return ((file, content) for file in self.all for content in file.contents())
+        heads, number = set((self._index.tails - 1).tolist()), 0
+        for file in self.all:
+            for content in file.contents():
+                parts = _parts(file, content, self.data.validation_fraction) if number in heads else (content,)
+                yield from ((file, part) for part in parts)
+                number += len(parts)
 
     def training_texts(self) -> Iterator[str]:
-        held_out, texts = set(self.validation.tolist()), (text for file in self.all for text in file.texts())
-        return (text for number, text in enumerate(texts) if number not in held_out)
+        """Raises RecipeError for a file of tokens."""
+        held_out = set(self.validation.tolist())
+        for number, (file, content) in enumerate(self.contents()):
+            if file.has_tokens:
+                needed = "text, which data.tokenizer = 'bpe' needs"
+                raise RecipeError(f"data.files: {file.path} has tokens and no {needed}")
+            if number not in held_out:
+                yield content.decode("utf-8", errors="replace")
 
     @cached_property
     def _index(self) -> _Index:
@@ -134,7 +149,12 @@ class Documents:
             problems.setdefault(row["file"], []).append(row["problem"])
         table = table.filter(table["problem"].is_null())
         hashes = np.frombuffer(b"".join(table["hash"].to_pylist()), dtype="<u8").reshape(-1, 2)
-        return _Index(table["file"].to_numpy(), hashes, table["hardly_text"].to_numpy(), problems)
+        file, hardly_text = table["file"].to_numpy(), table["hardly_text"].to_numpy()
+        # A document without others in its stream trains by its beginning and is held out by its end.
+        stream = np.array([f.entry for f in self.all])[file] * (len(data.weights) > 0)
+        cut = np.flatnonzero((np.bincount(stream)[stream] == 1) & (data.validation_fraction > 0))
+        file, hashes, hardly_text = (np.insert(column, cut, column[cut], 0) for column in (file, hashes, hardly_text))
+        return _Index(file, hashes, hardly_text, problems, cut + 1 + np.arange(len(cut)))
 
     def _hashes(self) -> Iterator[dict[str, Any]]:
         hashed, problem = b"", None
@@ -154,19 +174,29 @@ class Documents:
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        fraction, keys = self.data.validation_fraction, self._index.hashes[:, 0]
+        fraction, tails = self.data.validation_fraction, self._index.tails
+        whole = np.setdiff1d(np.arange(self.count), [*tails, *(tails - 1)])
+        keys = self._index.hashes[whole, 0]
         # By content, so that a run on more text does not train on earlier held-out text.
-        order = np.argsort(keys, kind="stable")
+        order = whole[np.argsort(keys, kind="stable")]
         held_out = 0
-        if fraction > 0:
-            if len(keys) < 2:
-                raise RecipeError(
-                    f"data.validation_fraction = {fraction} needs at least 2 documents, one for each side; "
-                    f"there is 1 ({self.all[0].path}). Split it into several files, or set "
-                    "data.validation_fraction = 0 and validator.enable = false."
-                )
-            held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), len(keys) - 1)
-        return np.sort(order[held_out:]), order[:held_out]
+        if fraction > 0 and len(whole):
+            least = 0 if len(tails) else 1
+            held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), least), len(whole) - 1)
+        return np.sort(np.concatenate([order[held_out:], tails - 1])), np.concatenate([order[:held_out], tails])
+
+
+def _parts(file: DataFile, content: bytes, held_out: float) -> tuple[bytes, bytes]:
+    """The beginning and the held-out end of a document: whole lines of a text, or else whole characters or tokens."""
+    unit = 4 if file.has_tokens else 1
+    units = len(content) // unit
+    at = min(max(round(units * (1 - held_out)), 1), units - 1) * unit
+    if not file.has_tokens:
+        line = content.find(b"\n", at) + 1
+        at = line if 0 < line < len(content) else at
+        while at > 0 and content[at] & 0xC0 == 0x80:
+            at -= 1
+    return content[:at], content[at:]
 
 
 def _is_hardly_text(content: bytes) -> bool:

@@ -11,11 +11,13 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from pyarrow import ArrowException
+from pyarrow import ArrowException, types
 from pyarrow.parquet import ParquetFile
+from torchtitan.tools.logging import logger
 
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
+from titan_muon.titan.recipe.toml import without_password
 
 FORMATS = (".bin", ".jsonl", ".md", ".npy", ".parquet", ".txt")
 """Files that a folder in `data.files` contributes."""
@@ -24,6 +26,8 @@ TOKENS = (".bin", ".npy")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 LLM_C = {np.array(number, "<i4").tobytes(): dtype for number, dtype in ((20240520, "uint16"), (20240801, "uint32"))}
 """dtype of tokens by the first bytes of a header of llm.c, 1,024 bytes, for GPT-2 and for Llama 3."""
+HTTP_SECONDS = 10.0
+"""An HTTP server that sends nothing for so long has failed."""
 TOKENS_AT_ONCE = 1 << 20
 """Tokens after which a document ends. With marks, a document may have up to twice as many."""
 
@@ -55,7 +59,7 @@ class DataFile:
             raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
         try:
             # A local path may have characters of URLs.
-            with fsspec.open(self.path, "rb") if "://" in self.path else open(self.path, "rb") as stream:
+            with _opened(self.path) if "://" in self.path else open(self.path, "rb") as stream:
                 for content in self._read(stream):
                     if isinstance(content, RecipeError) and self.data.bad_rows == "refuse":
                         raise content
@@ -64,12 +68,6 @@ class DataFile:
         except (OSError, ArrowException) as error:
             problem = getattr(error, "strerror", None) or error
             raise RecipeError(f"data.files: {self.path!r} cannot be read: {problem}") from error
-
-    def texts(self) -> Iterator[str]:
-        """Text of each document; bytes outside of UTF-8 become U+FFFD."""
-        if self.has_tokens:
-            raise RecipeError(f"data.files: {self.path} has tokens and no text, which data.tokenizer = 'bpe' needs")
-        return (content.decode("utf-8", errors="replace") for content in self.contents())
 
     def _read(self, stream: Any) -> Iterator[bytes | str | RecipeError]:
         if self.has_tokens:
@@ -103,8 +101,12 @@ class DataFile:
         table = ParquetFile(stream)
         if problem := self._missing_field(f"data.files: {self.path}", table.schema_arrow.names):
             raise problem
+        kind = table.schema_arrow.field(self.data.text_key).type
+        if "string" not in str(kind) or types.is_nested(kind):
+            field = f"{self.data.text_key!r} (data.text_key)"
+            raise RecipeError(f"data.files: {self.path}: {field} is of type {kind}, not text; name a field with text")
         for batch in table.iter_batches(columns=[self.data.text_key]):
-            yield from (str(text) for text in batch.column(0).to_pylist() if text is not None)
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
 
     def _missing_field(self, place: str, names: Collection[str]) -> RecipeError | None:
         key = self.data.text_key
@@ -143,7 +145,8 @@ def _without_mark(ids: np.ndarray, marks: np.ndarray) -> bytes:
 def _array(path: str, stream: Any) -> np.ndarray:
     try:
         ids: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
-    except ValueError as error:
+    # A damaged header may ask for any size.
+    except (ValueError, MemoryError) as error:
         raise RecipeError(f"data.files: {path!r} cannot be read: {error}") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= 1 << 32:
         wrong = f"has {ids.dtype} numbers of shape {ids.shape}"
@@ -162,8 +165,24 @@ def _data_file(name: str, path: str, entry: int, data: Data) -> DataFile:
     if "://" not in path:
         status = os.stat(path)
         return DataFile(name, path, status.st_size, str(status.st_mtime_ns), entry, data)
-    system, inside = fsspec.url_to_fs(path)
+    system, inside = _file_system(path)
     return DataFile(name, path, system.size(inside), system.ukey(inside), entry, data)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there."""
+    if not url.startswith(("http://", "https://")):
+        found: tuple[Any, str] = fsspec.url_to_fs(url)
+        return found
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(sock_connect=HTTP_SECONDS, sock_read=HTTP_SECONDS)
+    return fsspec.url_to_fs(url, client_kwargs={"timeout": limit})
+
+
+def _opened(url: str) -> Any:
+    system, inside = _file_system(url)
+    return system.open(inside, "rb")
 
 
 Found = dict[str, tuple[str, int]]
@@ -203,14 +222,18 @@ def _matches(pattern: str) -> list[str]:
     if "::" in pattern:
         raise RecipeError(f"data.files: {pattern!r} chains file systems; unpack the files, and name their own URL")
     try:
-        system, path = fsspec.url_to_fs(pattern)
+        logger.info("Looking for the files of %s", without_password(pattern))
+        system, path = _file_system(pattern)
         if system.isdir(path):
             below = system.find(path)
             found = [file for file in below if file.endswith(FORMATS) and "/." not in file.removeprefix(path)]
         else:
             found = [file for file, about in system.glob(path, detail=True).items() if about["type"] == "file"]
-    except (ImportError, OSError, ValueError) as error:
-        raise RecipeError(f"data.files: {pattern!r} cannot be read: {error}") from error
+    # A file system of another package may raise anything.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".rstrip(": ")
+        remedy = "Check the URL, or copy the files and name the copies."
+        raise RecipeError(f"data.files: {pattern!r} cannot be read: {problem}. {remedy}") from error
     if not found:
         raise RecipeError(f"data.files: {pattern!r} matches no file of {', '.join(FORMATS)}")
     return [system.unstrip_protocol(file) for file in found]

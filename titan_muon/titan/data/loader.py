@@ -17,6 +17,7 @@ from titan_muon.titan.data.tokenizers import DocumentTokenizer
 from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
+from titan_muon.titan.recipe.toml import without_password
 from titan_muon.titan.torchtitan.installed import titan
 
 NOT_COUNTED = -100
@@ -120,7 +121,7 @@ class PackedDataLoader(titan.Loader):
             passes = _passes(blocks * share / source.per_epoch)
             lines.append(f"data: {share:.1%} of the blocks from {file}, {source.tokens:,} tokens, {passes}")
         lines += [f"data: {file}" for file in documents.summary(self._tokens)]
-        return [*lines, *(f"warning: {warning}" for warning in documents.warnings())]
+        return [without_password(line) for line in (*lines, *(f"warning: {w}" for w in documents.warnings()))]
 
     def state_dict(self) -> dict[str, Any]:
         """`blocks`: read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""

@@ -2,10 +2,11 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.logging import logger
@@ -41,8 +42,12 @@ class _MarkedTokenizer(BaseTokenizer):
         ids = self._encode(text.encode("utf-8", errors="replace").decode())
         return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
-    def document(self, text: str) -> list[int]:
-        return self.encode(text, add_bos=True, add_eos=True)
+    def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int64 ids of each text, between both marks."""
+        return [np.concatenate([[self.bos_id], ids, [self.eos_id]]) for ids in self._encode_all(texts)]
+
+    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(self._encode(text), np.int64) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of any ids, without marks; invalid UTF-8 becomes U+FFFD."""
@@ -66,6 +71,9 @@ class ByteTokenizer(_MarkedTokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -98,6 +106,10 @@ class BPETokenizer(_MarkedTokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return self.bpe.encode(text).ids
+
+    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # Without offsets, which take as long as the ids.
+        return [np.array(encoding.ids, np.int64) for encoding in self.bpe.encode_batch_fast(texts)]
 
     def _decode(self, ids: list[int]) -> str:
         return self.bpe.decode(ids)
@@ -135,12 +147,11 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
             raise RecipeError(f"{folder}: {neither}, so documents cannot be marked")
         self.fingerprint = digest("hf", self.tokenizer.to_str(), str(self.bos_id), str(self.eos_id))
 
-    def document(self, text: str) -> list[int]:
-        """Ids of the text between both marks; a tokenizer with a single mark uses it at both ends."""
-        ids = self.encode(text, add_bos=True, add_eos=True)
+    def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int64 ids of each text between both marks; a tokenizer with a single mark uses it at both ends."""
         before = [self.eos_id] if self.bos_id is None else []
         after = [self.bos_id] if self.eos_id is None else []
-        return before + ids + after
+        return [np.array(before + self.encode(text, add_bos=True, add_eos=True) + after, np.int64) for text in texts]
 
     def get_vocab_size(self) -> int:
         """One more than the largest id: a vocabulary may have gaps."""

@@ -61,7 +61,7 @@ SHORT_HELP = """train.py --config RECIPE [--TABLE.KEY VALUE ...]
   --help TABLE          every key of a table, with its meaning
   --help all            all {count} keys and all flags, with their meanings
 
-The most used keys, with their values in this recipe:
+A list is written `1,2` or `1 2`. The most used keys, with {values}:
 """
 
 
@@ -140,7 +140,8 @@ def parse(argv: Sequence[str]) -> Command:
             raise unknown(SOURCE, key, entry.value, known)
     if HELP & set(argv):
         # The help shows the recipe's values, so its errors come first.
-        _print_help(asked, Recipe() if options.config is None else load(options.config, overrides))
+        given = options.config is not None
+        _print_help(asked, load(options.config, overrides) if options.config else Recipe(), given=given)
     if options.config is None:
         raise RecipeError("command line: --config FILE is missing; name a recipe, as in --config configs/NAME.toml.")
     _check(options)
@@ -153,11 +154,14 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(recipe=recipe, alternatives=choices, **vars(options))
 
 
-def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
-    """Print the flags of the asked tables, of the tables of asked keys, of `all`, or the short help, and exit."""
+def _print_help(asked: Sequence[str], recipe: Recipe, *, given: bool) -> None:
+    """Print the flags of the asked tables, of the tables of asked keys, of `all`, or the short help, and exit.
+
+    `given`: whether the recipe is the user's.
+    """
     kinds, known = get_type_hints(Recipe), list(keys(Recipe))
     if not asked:
-        print(short_help(recipe))
+        print(short_help(recipe, "their values in this recipe" if given else "their defaults"))
         sys.exit()
     tables: dict[str, Any] = {}
     for word in asked if [*asked] != ["all"] else ():
@@ -171,15 +175,15 @@ def _print_help(asked: Sequence[str], recipe: Recipe) -> None:
     print_flags(Command, Command(recipe=recipe), "train.py", inspect.getdoc(Options))
 
 
-def short_help(recipe: Recipe) -> str:
-    """SHORT_HELP, and a line for each of MOST_USED with the value of `recipe`."""
+def short_help(recipe: Recipe, values_of: str) -> str:
+    """SHORT_HELP, and a line for each of MOST_USED with the value of `recipe`. `values_of`: says whose values."""
     current = values(recipe)
     names = [f"{table}.{key}" for table, chosen in MOST_USED.items() for key in chosen]
     width = max(map(len, names))
     lines = [
         f"  --{name:<{width}}  {'not given' if current[name] is None else value_text(current[name])}" for name in names
     ]
-    return SHORT_HELP.format(count=len(keys(Recipe))) + "\n".join(lines)
+    return SHORT_HELP.format(count=len(keys(Recipe)), values=values_of) + "\n".join(lines)
 
 
 def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) -> tuple[Alternative, ...]:
@@ -239,5 +243,11 @@ def _check(options: Options) -> None:
     given = [name for name in printed if getattr(options, name) not in (None, False, ())]
     if given[:1] in (["compare"], ["suggest"]) and len(given) > 1:
         raise RecipeError(f"command line: --{given[0]} prints a table only; leave out --{given[1]}.")
+    for name in ("json", "html"):
+        if (file := getattr(options, name)) is not None and not Path(file).absolute().parent.is_dir():
+            folder = Path(file).parent
+            raise RecipeError(
+                f"command line: --{name} {file}: there is no folder {folder}; make it, or name another file."
+            )
     if options.quiet and options.dry_run:
         raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")

@@ -46,7 +46,7 @@ def _data(r: Recipe) -> Violations:
         yield "data.files", 'nothing, unless data.source is "files"; leave out data.source or data.files'
     for key in ("text_key", "bad_rows", "token_dtype", "token_marks"):
         if data.source != "files" and getattr(data, key) != getattr(type(data), key):
-            yield f"data.{key}", 'absent, unless data.source is "files"'
+            yield f"data.{key}", 'its default only, unless data.source is "files"'
     if data.weights and len(data.weights) != len(data.files):
         yield "data.weights", "a number for each entry of data.files, or none at all"
     if data.source == "hf" and data.tokenizer != "hf":
@@ -112,7 +112,8 @@ def _schedule(r: Recipe) -> Violations:
         accepted = "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)"
         yield "lr_scheduler.warmup_steps", accepted
     if schedule.decay_ratio is not None and round(total * schedule.decay_ratio) + schedule.warmup_steps > total:
-        yield "lr_scheduler.decay_ratio", "a share that leaves room for lr_scheduler.warmup_steps in the schedule"
+        steps = "training.steps" if schedule.total_steps is None else "lr_scheduler.total_steps"
+        yield "lr_scheduler.decay_ratio", f"a share of {steps} that leaves room for lr_scheduler.warmup_steps"
 
 
 def _muon(r: Recipe) -> Violations:
@@ -184,8 +185,10 @@ def recipe_error(error: ValueError) -> RecipeError:
         key = f"optimizer.rule{key.removeprefix('rules')}"
     elif key == "offload":
         key = "optimizer.offload"
+    elif key.partition(".")[0] in EXPERT:
+        key = f"muon.expert.{key}"
     elif "." not in key:
-        key = f"muon.expert.{key}" if key in EXPERT else f"muon.{key}"
+        key = f"muon.{key}"
     return RecipeError(f"{key} {error.problem}")
 
 

@@ -1,8 +1,11 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
+import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,14 @@ from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, moved, values
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
-from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, with_data_source
+from titan_muon.titan.recipe.toml import (
+    Entry,
+    RecipeError,
+    document_text,
+    read_file,
+    read_layers,
+    with_data_source,
+)
 
 TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
 
@@ -29,13 +39,12 @@ def load(
     RecipeError for an invalid recipe.
     """
     file = Path(path)
-    written, flags = read_file(file), with_data_source(read_flags(overrides))
-    written = moved(written) if saved else written
-    entries = {"name": Entry(file.stem, str(file))} | written | flags
+    written, flags = read_layers(file), with_data_source(read_flags(overrides))
+    layers = [*map(moved, written), flags] if saved else [*written, flags]
+    entries = {"name": Entry(file.stem, str(file))} | _merged(layers)
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _build(entries, str(file))
-    alone = _alone(written)[0].training.steps
-    recipe = _with_shorter_warmup(recipe, alone if alone > 0 else recipe.training.steps, flags, notice)
+    recipe = _with_shorter_warmup(recipe, layers, notice)
     # Not before: a base may be valid only together with a file.
     check(recipe, sources, str(file))
     return recipe
@@ -55,22 +64,46 @@ def _typed(rule: Rule, place: str, source: str) -> Rule:
     return rule if tables is None else replace(rule, options=convert_items(tables, rule.options, place, source))
 
 
-def _with_shorter_warmup(recipe: Recipe, before: int, flags: Collection[str], notice: Callable[[str], None]) -> Recipe:
-    """A proportional warm-up, if the command line sets fewer steps than the warm-up and decay of the file.
+def _merged(layers: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:
+    return {key: entry for layer in layers for key, entry in layer.items()}
 
-    `before`: steps of the file.
+
+def _with_shorter_warmup(
+    recipe: Recipe, layers: Sequence[Mapping[str, Entry]], notice: Callable[[str], None]
+) -> Recipe:
+    """A proportional warm-up, if a file or the command line sets fewer steps than the warm-up and decay of its base.
+
+    `layers`: keys of bases, file and command line.
     """
     schedule, steps = recipe.lr_scheduler, recipe.training.steps
     fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
     warmup, decay = schedule.warmup_steps, round(steps * (schedule.decay_ratio or 0))
-    if "training.steps" not in flags or any(key in flags for key in fixed) or schedule.total_steps is not None:
+    last = max((number for number, layer in enumerate(layers) if "training.steps" in layer), default=0)
+    if any(key in layer for layer in layers[last:] for key in fixed) or schedule.total_steps is not None:
         return recipe
     if warmup == 0 or warmup + decay <= steps:
+        return recipe
+    before = _alone(_merged(layers[:last]))[0].training.steps
+    if before < 1:
         return recipe
     shorter = min(max(1, warmup * steps // before), steps - decay)
     because = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
     notice(f"lr_scheduler.warmup_steps = {shorter}: {because}")
     return replace(recipe, lr_scheduler=replace(schedule, warmup_steps=shorter))
+
+
+def import_modules(recipe: Recipe) -> None:
+    """Import the modules of `imports`, also from the working directory. Raises RecipeError for a missing module."""
+    for name in recipe.imports:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            where = f"install it, or start in the folder of {name.partition('.')[0]}.py (now {os.getcwd()})"
+            raise RecipeError(f"imports: there is no module {name!r}; {where}") from error
 
 
 def to_toml(recipe: Recipe) -> str:

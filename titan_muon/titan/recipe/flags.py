@@ -25,7 +25,7 @@ def read_flags(arguments: Iterable[str]) -> dict[str, Entry]:
     for argument in arguments:
         if argument.startswith("--"):
             flag, equals, text = argument.removeprefix("--").partition("=")
-            words = flags[flag.replace("-", "_")] = [text] if equals else []
+            words = flags["imports" if flag == "import" else flag.replace("-", "_")] = [text] if equals else []
         elif words is None:
             hint = f" Name a recipe by --config {argument}." if argument.endswith(".toml") else ""
             problem = f"{argument!r} belongs to no flag; overrides are written --section.key value."

@@ -38,6 +38,7 @@ MEANT: Mapping[str, str] = MappingProxyType(
         "dp_replicate": "parallelism.data_parallel_replicate_degree",
         **dict.fromkeys(("seed", "random_seed"), "debug.seed"),
         **dict.fromkeys(("optimizer.name", "optim"), "optimizer.rule"),
+        "muon.rule": "muon.algorithm",
         **dict.fromkeys(("wandb",), "metrics.enable_wandb"),
         **dict.fromkeys(("resume", "resume_from"), "checkpoint.load"),
         **dict.fromkeys(
@@ -141,7 +142,8 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
         pairs = enumerate(zip(args[:1] * len(value) if args[-1] is Ellipsis else args, value, strict=True))
         return tuple(convert(element, item, f"{key}[{index}]", source) for index, (element, item) in pairs)
     if origin is dict and isinstance(value, dict):
-        return {name: _convert_free(item, f"{key}.{name}", source) for name, item in value.items()}
+        free = partial(convert, args[1]) if get_origin(args[1]) is dict else _convert_free
+        return {name: free(item, f"{key}.{name}", source) for name, item in value.items()}
     if origin is Literal and isinstance(value, str) and value in args:
         return value
     # TOML's integers are unbounded.
@@ -164,6 +166,8 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
         nested = get_origin(get_args(kind)[0]) is tuple
         if isinstance(items, list) and (not nested or (items and all(isinstance(item, list) for item in items))):
             return items
+        if len(words) == 1 and not nested and not re.search(r"[\[{]", words[0]):
+            words = Words(words[0].split(","))
         return [Words((word,)) for word in words]
     if kind is bool and not words:
         return True
@@ -205,8 +209,8 @@ def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> A
 
 def _convert_union(union: Any, value: Any, key: str, source: str) -> Any:
     kinds = [kind for kind in get_args(union) if kind is not type(None)]
-    if isinstance(value, Words) and value and value[0].startswith("["):
-        # Every word is a string, but no name starts like a list.
+    if isinstance(value, Words) and value and (value[0].startswith("[") or "," in value[0]):
+        # Every word is a string, but no name starts like a list or has a comma.
         kinds.sort(key=lambda kind: get_origin(kind) is not tuple)
     for kind in kinds:
         try:

@@ -260,6 +260,9 @@ class Recipe:
     dump_folder: Annotated[str, LOCAL_FOLDER] = "runs"
     """Folder of all runs."""
 
+    imports: Texts = ()
+    """Modules to import first, which register algorithms, optimizers, placements or models (flag `--import`)."""
+
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)

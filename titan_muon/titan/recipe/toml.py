@@ -12,8 +12,16 @@ DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", 
 """Value of `data.source` by a key that no other source reads."""
 
 
+def without_password(text: str) -> str:
+    """The text with stars in the place of users and passwords in URLs."""
+    return re.sub(r"(?<=://)[^/\s]*:[^/\s]*@", "***@", text)
+
+
 class RecipeError(ValueError):
-    """A user's mistake in a recipe or on the command line. The text is a complete message."""
+    """A user's mistake in a recipe or on the command line. The text is a complete message, without passwords."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(without_password(text))
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,13 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
-def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
-    """All keys of a recipe and its bases by dotted path; a file overrides its base.
+def read_file(path: Path) -> dict[str, Entry]:
+    """All keys of a recipe and its bases by dotted path; a file overrides its base. Raises as `read_layers`."""
+    return {key: entry for layer in read_layers(path) for key, entry in layer.items()}
+
+
+def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[dict[str, Entry]]:
+    """The keys of the first base, of each file above it, and of the file, by dotted path.
 
     `chain`: files with this base. Raises RecipeError for an unreadable file, invalid TOML and a cycle of bases.
     """
@@ -48,11 +61,11 @@ def read_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Entry]:
     document = _parse(path, f" (chain of bases: {named})" if chain else "")
     base = document.pop("base", None)
     if base is None:
-        return with_data_source(_flatten(document, str(path)))
+        return [with_data_source(_flatten(document, str(path)))]
     if not isinstance(base, str):
         accepted = "the path of one recipe as a string, relative to this file"
         raise RecipeError(f"{path}: base = {value_text(base)} is not accepted; it takes {accepted}.")
-    return read_file(path.parent / base, (*chain, path)) | with_data_source(_flatten(document, str(path)))
+    return [*read_layers(path.parent / base, (*chain, path)), with_data_source(_flatten(document, str(path)))]
 
 
 def parse_value(word: str) -> object:

@@ -63,6 +63,7 @@ def agree(
     flaws: dict[Path, str] = {}
     while True:
         answer: list[Run | Exception | None] = [None]
+        failure: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 opened = open_run(recipe, overrides, flaws, interrupted)
@@ -73,12 +74,15 @@ def agree(
             except OSError as error:
                 answer[0] = unusable(recipe.dump_folder, error)
             except Exception as error:
-                answer[0] = error
+                failure = error
+                # As text, because not every error can be pickled.
+                text = f"{type(error).__name__}: {error} (on rank 0)"
+                answer[0] = error if isinstance(error, RecipeError) else RuntimeError(text)
         if group is not None:
             dist.broadcast_object_list(answer, src=0, group=group)
         run = answer[0]
         if isinstance(run, Exception):
-            raise run
+            raise run if failure is None else failure
         assert run is not None, "rank 0 always answers"
         if run.checkpoint is None or (wrong := damage(Path(run.checkpoint), group)) is None:
             return run

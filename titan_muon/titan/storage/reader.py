@@ -4,6 +4,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
@@ -15,6 +16,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
+
+
+class _Encoding(int):
+    """A memory format in place of PyTorch's enumeration, whose members a pickle could change."""
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == getattr(other, "value", other)
+
 
 Allowed = Mapping[tuple[str, str], Any]
 """Objects that a pickle may name, by module and name."""
@@ -31,7 +40,6 @@ METADATA: Allowed = {
             dcp_metadata.BytesStorageMetadata,
             dcp_metadata.ChunkStorageMetadata,
             dcp_metadata.TensorProperties,
-            dcp_metadata._MEM_FORMAT_ENCODING,
             _StorageInfo,
             torch.Size,
             OrderedDict,
@@ -40,6 +48,7 @@ METADATA: Allowed = {
             _get_layout,
         )
     },
+    (dcp_metadata.__name__, "_MEM_FORMAT_ENCODING"): _Encoding,
 }
 """Allowed in `.metadata`."""
 
@@ -58,7 +67,22 @@ class _SafeUnpickler(pickle.Unpickler):
         key = ("pathlib" if module == "pathlib._local" else module, name)
         if key not in self._allowed:
             raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
-        return self._allowed[key]
+        return _constructor(self._allowed[key])
+
+
+def _constructor(value: Any) -> Any:
+    """A class that lives for one pickle and makes what `value` makes; a value without attributes as it is.
+
+    The opcode BUILD sets attributes of any object, so a pickle must not reach a class or function of this process. The
+    opcode NEWOBJ needs a class.
+    """
+    if not callable(value):
+        return value
+
+    def make(_: type, *args: Any) -> Any:
+        return object.__new__(value) if is_dataclass(value) else value(*args)
+
+    return type("Constructor", (), {"__new__": make})
 
 
 def plain_pickle(content: bytes) -> Any:

@@ -1,5 +1,6 @@
 """Messages about differences between ranks and experts without tokens."""
 
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -95,12 +96,16 @@ def test_counters_follow_the_steps_of_training(fault: Callable[[AdamW, TrainingC
 
 def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
     ids = [np.arange(start, start + 10, dtype=np.uint16).tobytes() for start in range(0, 100, 10)]
-    tens = np.full(10, 10)
-    corpus = Corpus(chunked_array([ids], type=large_binary()), np.dtype(np.uint16), tens, tens, "")
+    tens, crcs = np.full(10, 10), np.array([zlib.crc32(part) for part in ids])
+    corpus = Corpus(chunked_array([ids], type=large_binary()), np.dtype(np.uint16), tens, tens, crcs, "", "")
     blocks = [TokenBlocks(corpus, np.arange(10), 16, seed=0)[number] for number in range(3)]
     inputs, labels, positions = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*blocks, strict=True))
     assert wrong_tokens(inputs, positions, labels) == 0
     assert wrong_tokens(inputs, positions, torch.full_like(labels, NOT_COUNTED)) == 0
+    assert wrong_tokens(inputs, torch.zeros_like(positions), labels) > 0, "attention would see single tokens"
+    # A tokenizer with one mark closes a document and opens the next by the same id.
+    tokens = torch.tensor([[9, 1, 2, 9, 3, 9, 4, 5]])
+    assert wrong_tokens(tokens[:, :-1], torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), tokens[:, 1:]) == 0
     for tensor in (inputs, positions, labels):
         tensor[1, 5] += 2
         assert wrong_tokens(inputs, positions, labels) > 0

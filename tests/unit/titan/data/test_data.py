@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+import socket
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -172,7 +173,7 @@ def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
 
 def held_out(data: Data) -> set[str]:
     documents = Documents(data)
-    texts = [text for file in documents.all for text in file.texts()]
+    texts = [content.decode() for _, content in documents.contents()]
     return {texts[i] for i in documents.validation}
 
 
@@ -195,7 +196,7 @@ def test_a_warm_cache_needs_no_text(data, monkeypatch, tokenizer):
     some = replace(data, tokenizer=tokenizer, vocab_size=290)
     expected = torch.cat(take(build(some), 5))
     monkeypatch.setattr(files_module.DataFile, "rows", lambda self: pytest.fail("read the text again"))
-    monkeypatch.setattr(ByteTokenizer, "document", lambda self, text: pytest.fail("tokenized again"))
+    monkeypatch.setattr(ByteTokenizer, "documents", lambda self, texts: pytest.fail("tokenized again"))
     monkeypatch.setattr(Documents, "training_texts", lambda self: pytest.fail("trained again"))
     monkeypatch.setattr(cache_module, "FileLock", lambda path: pytest.fail("wrote to a complete cache"))
     assert torch.equal(torch.cat(take(build(some), 5)), expected)
@@ -327,7 +328,7 @@ def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     for name, text in zip("abc", texts, strict=True):
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = ByteTokenizer.Config().build()
-    tokenizer.document = lambda text: [BOS, *range(min(len(text), 250)), EOS]
+    tokenizer.documents = lambda texts: [np.array([BOS, *range(min(len(text), 250)), EOS]) for text in texts]
     tokenizer.fingerprint = "characters"
     three = replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
     config = dataloader_config(three, validation=True)
@@ -401,13 +402,73 @@ def test_a_damaged_cache_is_made_again(data, caplog, kind, share):
     assert "is damaged" in caplog.text
 
 
-def test_a_failed_build_leaves_no_corpus(data, monkeypatch):
-    def fail(self: ByteTokenizer, text: str) -> list[int]:
-        if text.startswith("20"):
-            raise RuntimeError("out of order")
-        return [BOS, *text.encode(), EOS]
+def test_a_damaged_document_of_the_cache_is_refused_at_the_first_reading(data):
+    """Otherwise a damaged cache of one node would train other text there."""
+    before = take(build(data), 5)
+    [file] = Path(data.cache).glob("corpus-*.arrow")
+    content = file.read_bytes()
+    damaged = bytearray(content)
+    damaged[content.index(b"2\x002\x002\x002\x00")] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(RuntimeError, match=rf"{file.name} is damaged: document 22 has other tokens.*Delete the file"):
+        take(build(data), 40)
+    file.unlink()
+    assert all(map(torch.equal, take(build(data), 5), before))
 
-    monkeypatch.setattr(ByteTokenizer, "document", fail)
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_the_documents_tokenized_at_once_change_no_token(data, monkeypatch, tokenizer, at_once):
+    some = replace(data, tokenizer=tokenizer, vocab_size=290)
+    encoder = tokenizer_config(some).build(tokenizer_path="unused")
+    monkeypatch.setattr("titan_muon.titan.data.corpus._DOCUMENTS_AT_ONCE", at_once)
+    corpus = open_corpus(Documents(some), encoder)
+    for number, (_, content) in enumerate(Documents(some).contents()):
+        assert corpus.document(number).tolist() == encoder.encode(content.decode(), add_bos=True, add_eos=True)
+
+
+@pytest.mark.parametrize("text", ["a line of text\n" * 40, "no line — at all " * 40, "a\n" + "long " * 100])
+def test_the_end_of_a_single_document_is_held_out(data, tmp_path, text):
+    (tmp_path / "book.txt").write_text(text)
+    single = replace(data, files=(f"{tmp_path}/book.txt",))
+    documents, corpus = opened(single)
+    assert (documents.training.tolist(), documents.validation.tolist()) == ([0], [1])
+    parts = [bytes(corpus.document(n)[1:-1].astype(np.uint8)).decode() for n in range(2)]
+    assert "".join(parts) == text
+    assert 0.15 < len(parts[1]) / len(text) < 0.26
+    assert parts[0].endswith("\n") or "\n" not in text[len(text) // 2 :]
+    lines = build(single).describe(1, 1)
+    assert lines[1] == f"data: {tmp_path}/book.txt: its end is held out, because it is a single document"
+    assert list(Documents(replace(single, tokenizer="bpe")).training_texts()) == parts[:1]
+    fingerprints = {build(replace(single, validation_fraction=f)).fingerprint for f in (0.0, 0.25, 0.3)}
+    assert len(fingerprints) == 3
+    assert Documents(replace(single, validation_fraction=0.0)).count == 1
+
+
+def test_the_end_of_each_single_document_of_a_mixture_and_of_tokens_is_held_out(data, tmp_path):
+    """Otherwise the only document of an entry may be held out, and the entry has no training text."""
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 50)
+    np.arange(200, dtype="<u2").tofile(tmp_path / "three.bin")
+    files = (f"{tmp_path}/one.txt", f"{tmp_path}/two.txt", f"{tmp_path}/three.bin", *data.files)
+    documents, corpus = opened(replace(data, files=files, weights=(1.0,) * 4))
+    for side in (documents.training, documents.validation):
+        assert set(documents.entries()[side].tolist()) == {0, 1, 2, 3}
+    assert documents.count == 46
+    [head, tail] = np.flatnonzero(documents.entries() == 2)
+    assert corpus.document(head)[1:-1].tolist() == list(range(150))
+    assert corpus.document(tail)[1:-1].tolist() == list(range(150, 200))
+    assert opened(replace(data, files=files[:2]))[0].count == 2, "one stream of two documents"
+
+
+def test_a_failed_build_leaves_no_corpus(data, monkeypatch):
+    def fail(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
+        if any(text.startswith("20") for text in texts):
+            raise RuntimeError("out of order")
+        return [np.array([BOS, *text.encode(), EOS]) for text in texts]
+
+    monkeypatch.setattr(ByteTokenizer, "documents", fail)
+    monkeypatch.setattr("titan_muon.titan.data.corpus._DOCUMENTS_AT_ONCE", 10)
     with pytest.raises(RuntimeError, match="out of order"):
         build(data)
     assert not [file for suffix in ("arrow", "partial") for file in Path(data.cache).glob(f"corpus-*.{suffix}")]
@@ -482,7 +543,13 @@ REFUSED = {
     "not parquet": ({"a.parquet": "not parquet"}, {}, r".*a\.parquet' cannot be read"),
     "empty": ({"a.txt": ""}, {}, r"data\.files.*no text to train on; 1 empty file found"),
     "empty rows": ({"a.jsonl": '{"text": ""}\n'}, {}, r"data\.files.*no text to train on"),
-    "single": ({"a.txt": "word " * 100}, {}, r"data\.validation_fraction = 0.25 needs at least 2 documents"),
+    "silence": ({}, {"files": ("http://user:secret@localhost:1/a.txt",)}, r"data\.files: 'http://\*\*\*@localhost:1/"),
+    "arguments": (
+        {},
+        {"files": ("reference://a",)},
+        r"data\.files: 'reference://a' cannot be read: TypeError: .*Check",
+    ),
+    "single": ({"a.txt": "x"}, {}, r"The training text has no block of training\.seq_len"),
     "short": ({"a.txt": "a", "b.txt": "b"}, {}, r"The training text has no block of training\.seq_len"),
     "no match": ({}, {"files": ("/nowhere/**/*.md",)}, r"data\.files: '/nowhere/\*\*/\*\.md' matches no file"),
     "no pattern": ({}, {"files": ()}, r"data\.files is empty"),
@@ -499,6 +566,30 @@ def test_data_that_cannot_be_trained_on_is_refused_by_name(tmp_path, case):
     data = Data(source="files", files=(f"{tmp_path}/*.*",), validation_fraction=0.25, cache=f"{tmp_path}/cache")
     with pytest.raises(RecipeError, match=f"^{message}"):
         build(replace(data, **changes))
+
+
+def test_a_file_with_a_damaged_size_or_lists_is_refused_by_name(data, tmp_path):
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (1152921504606846976,), }"
+    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\1\0" + (118).to_bytes(2, "little") + header.ljust(117) + b"\n")
+    with pytest.raises(RecipeError, match=r"huge\.npy' cannot be read: Unable to allocate"):
+        opened(replace(data, files=(f"{tmp_path}/huge.npy",)))
+    for name, column, kind in (("list", [["a", "b"]], "list<"), ("bytes", [b"a"], "binary"), ("number", [1], "int64")):
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+        with pytest.raises(
+            RecipeError, match=rf"{name}\.parquet: 'text' \(data\.text_key\) is of type {kind}.*not text"
+        ):
+            opened(replace(data, files=(f"{tmp_path}/{name}.parquet",)))
+
+
+def test_a_silent_server_is_named_within_the_limit_and_no_password_is_printed(data, monkeypatch, caplog):
+    monkeypatch.setattr(files_module, "HTTP_SECONDS", 0.3)
+    caplog.set_level("INFO")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://user:secret@127.0.0.1:{server.getsockname()[1]}/a.txt"
+        with pytest.raises(RecipeError, match=r"'http://\*\*\*@127.*' cannot be read: FSTimeoutError\. Check") as error:
+            opened(replace(data, files=(url,)))
+    assert "Looking for the files of http://***@127" in caplog.text
+    assert "secret" not in caplog.text + str(error.value)
 
 
 def test_validation_needs_held_out_text(data):
@@ -535,7 +626,7 @@ def test_the_hf_tokenizer_marks_start_and_end_of_every_document(data, tmp_path, 
     tokenizer = tokenizer_config(hf).build(tokenizer_path="not this folder")
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     opening, closing = (tokenizer.token_to_id(t) for t in (marks.get("bos_token", "</s>"), "</s>"))
-    ids = tokenizer.document("0707")
+    ids = tokenizer.documents(["0707"])[0].tolist()
     assert (ids[0], ids[-1]) == (opening, closing)
     assert tokenizer.decode(ids[1:-1]) == "0707"
     assert tokenizer.get_vocab_size() == max(opening, closing) + 1

@@ -56,6 +56,15 @@ from titan_muon.titan.recipe.command_line import Command, parse
         (["--muon.ns_coefficients", "[1, 2, 3]"], "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
         (["--muon.algorithm", "normuon", "muonh"], "muon.algorithm", ("normuon", "muonh")),
         (["--muon.algorithm", '["normuon", "muonh"]'], "muon.algorithm", ("normuon", "muonh")),
+        (["--muon.algorithm", "normuon,muonh"], "muon.algorithm", ("normuon", "muonh")),
+        (
+            ["--muon.ns_steps=2", "--muon.ns_coefficients", "1,2,3", "4,5,6"],
+            "muon.ns_coefficients",
+            ((1, 2, 3), (4, 5, 6)),
+        ),
+        (["--adamw.betas", "0.1,0"], "adamw.betas", (0.1, 0.0)),
+        (["--data.files", "a/*.txt,b"], "data.files", ("a/*.txt", "b")),
+        (["--data.files", "memory://{a,b}.txt"], "data.files", ("memory://{a,b}.txt",)),
         (["--model.flavor", "8"], "model.flavor", "8"),
     ],
 )
@@ -148,6 +157,11 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
         (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
         (["--dry-run", "--json"], ["json is given no value"]),
+        (["--dry-run", "--json", "/no/plan.json"], ["--json /no/plan.json: there is no folder /no; make it, or name"]),
+        (["--dry-run", "--html=no/a.html"], ["--html no/a.html: there is no folder no; make it"]),
+        (["--muon.rule", "normuon"], ["Did you mean muon.algorithm?"]),
+        (["--data.text_key", "body"], ["data.text_key", "it takes its default only, unless data.source"]),
+        (["--adamw.betas", "0.9,x"], ['adamw.betas[1] = "x"', "a finite number"]),
         (["--dry-run", "--machine", "h200"], ['machine.name = "h200"']),
         (["--dry-run", "--compare", "placement.moun=owned"], ["unknown key placement.moun", "Did you mean"]),
         (["--dry-run", "--compare", "placement.muon"], ["write KEY=VALUE,VALUE"]),
@@ -256,6 +270,50 @@ def test_the_short_help_fits_a_screen_and_shows_the_recipes_values(
     assert set(named) <= set(schema.keys(Recipe))
     assert re.search(r"--muon\.ns_steps +17$", "\n".join(shown), re.MULTILINE)
     assert f"all {len(schema.keys(Recipe))} keys" in "\n".join(shown)
+    assert "with their values in this recipe:" in "\n".join(shown)
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "A list is written `1,2` or `1 2`. The most used keys, with their defaults:" in capsys.readouterr().out
+
+
+MODULE = """
+from dataclasses import dataclass
+from titan_muon import registry
+from titan_muon.algorithms.muon import MuonAlgorithm
+
+@dataclass(frozen=True)
+class Own:
+    share: float = 0.5
+
+class Mine(MuonAlgorithm):
+    Options = Own
+
+registry.algorithms.register("mine", Mine)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--import", "my_module"], ""),
+        (["--muon.expert.algorithm_options", "{mine = {share = 0.1}}", "--import=my_module"], ""),
+        (
+            ["--muon.expert.algorithm_options", "{mine = {shar = 0.1}}", "--import=my_module"],
+            "error: muon.expert.algorithm_options.mine.shar is unknown; leave it out: the algorithm takes share",
+        ),
+        (
+            ["--import", "no_module"],
+            "error: imports: there is no module 'no_module'; install it, or start in the folder of",
+        ),
+        ([], "error: command line: muon.algorithm = 'mine' is unknown"),
+    ],
+)
+def test_an_algorithm_of_an_imported_module_is_planned(tmp_path: Path, flags: list[str], said: str) -> None:
+    (tmp_path / "my_module.py").write_text(MODULE)
+    train = [sys.executable, str(Path(__file__).parents[4] / "train.py"), "--config", "qwen_moe_muon", "--dry-run"]
+    command = [*train, "--world-size=2", "--device=cpu", "--muon.algorithm=mine", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, said in done.stderr) == (2 if said else 0, True), done.stderr[-500:]
 
 
 def test_every_suggestion_by_meaning_is_a_key() -> None:

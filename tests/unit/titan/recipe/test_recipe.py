@@ -172,6 +172,29 @@ def test_a_run_shortened_on_the_command_line_has_a_proportional_warmup(
     assert lines == ([] if warmup == 20 else [f"{notice}instead of 300"])
 
 
+@pytest.mark.parametrize(("own", "warmup"), [("steps = 100", 6), ("steps = 290", 20), ("steps = 20", 1)])
+def test_a_recipe_with_fewer_steps_than_its_base_has_a_proportional_warmup(
+    tmp_path: Path, own: str, warmup: int
+) -> None:
+    write(tmp_path, SCHEDULE + "decay_ratio = 0.9", "base.toml")
+    lines: list[str] = []
+    recipe = load(write(tmp_path, f"base = 'base.toml'\n[training]\n{own}\n"), [], lines.append)
+    assert recipe.lr_scheduler.warmup_steps == warmup
+    assert len(lines) == (warmup != 20)
+    assert all(line.startswith(f"lr_scheduler.warmup_steps = {warmup}: shortened from 20") for line in lines)
+
+
+def test_a_schedule_beside_its_steps_is_not_changed(tmp_path: Path) -> None:
+    write(tmp_path, SCHEDULE, "base.toml")
+    own = "base = 'base.toml'\n[training]\nsteps = 24\n[lr_scheduler]\ndecay_ratio = 0.5\n"
+    message = error_of(lambda: load(write(tmp_path, own), []))
+    assert "a share of training.steps that leaves room for lr_scheduler.warmup_steps" in message
+    assert "Here training.steps = 24 (" in message
+    write(tmp_path, "[training]\nsteps = 24\n", "base.toml")
+    own = "base = 'base.toml'\n[lr_scheduler]\nwarmup_steps = 25\n"
+    assert "lr_scheduler.warmup_steps = 25 is not accepted" in error_of(lambda: load(write(tmp_path, own), []))
+
+
 def test_an_error_of_two_keys_names_the_source_of_both(tmp_path: Path) -> None:
     """The user must not look in the file for a number of the command line."""
     file = write(tmp_path, SCHEDULE)

@@ -40,14 +40,15 @@ def option_table(name: str) -> str:
     for item in fields(table):
         if f"{name}.{item.name}" in TABLES:
             continue
-        assert item.default is not MISSING, f"a recipe need not give {item.name}"
+        value = item.default if item.default_factory is MISSING else item.default_factory()
+        assert value is not MISSING, f"a recipe need not give {item.name}"
         kind = kinds[item.name]
         takes = ranges[item.name].accepted if item.name in ranges else schema.describe(kind)
         # An absent key may have the choices too.
         choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
         if choices and item.name not in ranges:
             takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
-        default = "not given" if item.default is None else f"`{toml.value_text(item.default)}`"
+        default = "not given" if value is None else f"`{toml.value_text(value)}`"
         # A row of Markdown is one line, for any number of docstring lines.
         cells = (f"`{name}.{item.name}`", default, takes, " ".join(meaning[item.name].split()))
         lines.append("| " + " | ".join(cells) + " |")

@@ -61,7 +61,7 @@ REFUSED = [
     # docs/compatibility.md has every relation of keys, and a test of the page tries them.
     ("placement.replicas = 'one'", 'placement.replicas = "one"', '"one" only with placement.muon = "owned"'),
     ("data.tokenizer = 'hf'", "data.tokenizer_path is missing", 'because data.tokenizer = "hf"'),
-    ("data.token_marks = [0]", "data.token_marks = [0]", 'absent, unless data.source is "files"'),
+    ("data.token_marks = [0]", "data.token_marks = [0]", 'its default only, unless data.source is "files"'),
     ("muon.expert.exchange = 'gather'", 'muon.expert.exchange = "gather"', 'one of "all_to_all", "all_gather"'),
     ("muon.ns_coefficients = 'polar_expres'", '= "polar_expres" is not', 'Did you mean "polar_express"?'),
     # Rules.

@@ -118,7 +118,9 @@ def test_weights_that_transformers_lacks_are_refused(tmp_path: Path) -> None:
         save(experts, tmp_path / "out", drop_expert_bias=False)
     assert not (tmp_path / "out").exists()
     save(experts, tmp_path / "out", drop_expert_bias=True)
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert len(modes) == 1, "others who can read the configuration can read the weights"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,13 +129,21 @@ def test_an_earlier_step_continues_in_a_new_folder(tmp_path: Path) -> None:
 
 
 def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error on rank 0 alone would leave the remaining ranks in the broadcast."""
+    """An error on rank 0 alone would leave the remaining ranks in the broadcast, also one that cannot be pickled."""
+
+    class LocalError(Exception):
+        pass
+
+    def fail(*_: object) -> None:
+        raise LocalError("no disk")
+
     sent: list[object] = []
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, **_: sent.extend(objects))
-    monkeypatch.setattr("titan_muon.titan.run.runs.open_run", lambda *_: {}["step"])
-    with FolderLock() as lock, pytest.raises(KeyError):
+    broadcast = lambda objects, **_: sent.extend(pickle.loads(pickle.dumps(objects)))  # noqa: E731
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    monkeypatch.setattr("titan_muon.titan.run.runs.open_run", fail)
+    with FolderLock() as lock, pytest.raises(LocalError):
         agree(tiny.recipe(tmp_path), object(), lock)  # type: ignore[arg-type]
-    assert isinstance(sent[0], KeyError)
+    assert repr(sent[0]) == "RuntimeError('LocalError: no disk (on rank 0)')"
 
 
 SAME = {"training__steps": 9, "checkpoint__freq": 7, "parallelism__tensor_parallel_degree": 2}

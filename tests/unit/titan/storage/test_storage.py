@@ -1,5 +1,6 @@
 """Checkpoint files: any damage is detected, no code in the files runs, and a full disk is named."""
 
+import io
 import json
 import os
 import pickle
@@ -7,6 +8,7 @@ import random
 import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from titan_muon.titan.torchtitan import compat
 
@@ -25,7 +28,15 @@ from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
 from titan_muon.titan.recipe.sections import Data  # noqa: E402
 from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
 from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, damage, read_checksums  # noqa: E402
-from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader, plain_pickle  # noqa: E402
+from titan_muon.titan.storage.reader import METADATA as ALLOWED_METADATA  # noqa: E402
+from titan_muon.titan.storage.reader import (  # noqa: E402
+    PLAIN,
+    RefusedError,
+    SafePlanner,
+    SafeReader,
+    _SafeUnpickler,
+    plain_pickle,
+)
 from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 DATA = "__0_0.distcp"
@@ -156,6 +167,25 @@ def test_hostile_metadata_runs_no_code(checkpoint: Path, tmp_path: Path) -> None
     with pytest.raises(RefusedError):
         SafeReader(checkpoint).read_metadata()
     assert not sign.exists()
+
+
+@pytest.mark.parametrize("args", [None, b")R", b"K\x00\x85R", b")\x81"], ids=["itself", "made", "made of 0", "new"])
+@pytest.mark.parametrize("attribute", ["is_file", "__defaults__", "__setstate__", "_value_"])
+def test_a_pickle_changes_no_attribute_of_this_process(attribute: str, args: bytes | None) -> None:
+    """BUILD on every allowed name, and on the object that the name makes."""
+    name = attribute.encode()
+    state = b"N}X" + len(name).to_bytes(4, "little") + name + b")s\x86b"
+    members = [dict(vars(member)) for member in _MEM_FORMAT_ENCODING]
+    for allowed, table in ((ALLOWED_METADATA, "METADATA"), (PLAIN, "PLAIN")):
+        for (module, qualname), value in allowed.items():
+            before = dict(vars(value)) if hasattr(value, "__dict__") else {}
+            content = f"\x80\x02c{module}\n{qualname}\n".encode("latin1") + (args or b"") + state + b"."
+            with suppress(Exception):
+                _SafeUnpickler(io.BytesIO(content), allowed).load()
+            after = dict(vars(value)) if hasattr(value, "__dict__") else {}
+            assert after == before, f"{table}: {module}.{qualname}"
+            assert getattr(value, "__defaults__", None) is None or attribute != "__defaults__"
+    assert [dict(vars(member)) for member in _MEM_FORMAT_ENCODING] == members
 
 
 def test_hostile_objects_run_no_code(tmp_path: Path) -> None:
