@@ -17,16 +17,13 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_spec import ModelSpec
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
 from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.recipe import Recipe, RecipeError, load
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.runs import RECIPE_FILE, Run
 from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.titan.torchtitan import compat
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 ONE_RANK: Mapping[str, Any] = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}

@@ -1,4 +1,4 @@
-"""TorchTitan's trainer with the step of a recipe. Import after `compat.install()`."""
+"""TorchTitan's trainer with the step of a recipe."""
 
 import math
 from collections.abc import Iterable, Iterator
