@@ -23,6 +23,7 @@ from titan_muon.titan.torchtitan import compat
 compat.install()
 
 from titan_muon.titan import run_folder  # noqa: E402
+from titan_muon.titan.data.tokenizers import tokenizer_config  # noqa: E402
 from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
 from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw  # noqa: E402
 from titan_muon.titan.run.runs import Run, agree, begin, changed_keys, discard, open_run  # noqa: E402
@@ -170,7 +171,7 @@ def test_latest_is_the_newest_run_with_the_typed_keys(tmp_path: Path, capsys: py
     first, second = (start(recipe, ("muon.lr", "training.steps")) for recipe in (lower, higher))
     save(Path(first.folder), 3)
     save(Path(second.folder), 3)
-    latest = tiny.recipe(tmp_path, muon__lr=0.001, training__steps=9, checkpoint__load="latest")
+    latest = tiny.recipe(tmp_path, muon__lr=0.001, training__steps=5, checkpoint__load="latest")
     assert open_run(latest, ("muon.lr", "checkpoint.load", "muon.expert.release_grads")).folder == first.folder
     capsys.readouterr()
     third = tiny.recipe(tmp_path, muon__lr=0.5, checkpoint__load="latest")
@@ -469,3 +470,29 @@ def test_a_run_of_version_0_2_has_no_typed_keys_and_continues(tmp_path: Path) ->
 def test_reading_a_run_imports_no_torch() -> None:
     code = "import sys, titan_muon.titan.run_folder; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_tokenizer_of_a_run_is_read_when_its_text_is_gone(tmp_path: Path) -> None:
+    """Otherwise an export after new text would have another tokenizer than the weights."""
+    recipe = tiny.recipe(tmp_path, data__tokenizer="bpe", data__vocab_size=300)
+    trained = tokenizer_config(recipe.data).build(tokenizer_path="")
+    run = open_run(recipe)
+    begin(run, recipe, tokenizer=trained.text)
+    for file in (tmp_path / "corpus").iterdir():
+        file.unlink()
+    read = trainer_config(recipe, run, 1).tokenizer.build(tokenizer_path="")
+    assert (read.text, read.fingerprint) == (trained.text, trained.fingerprint)
+    (Path(run.folder) / "tokenizer.json").unlink()
+    with pytest.raises(RecipeError, match=r"tokenizer\.json is missing"):
+        _ = RunFolder(run.folder).tokenizer
+
+
+@pytest.mark.parametrize("state", [{"step": "abc"}, {"step": float("nan")}, {"step": -5}, {"step": 17}])
+def test_a_forged_state_of_the_trainer_is_refused(tmp_path: Path, state: dict[str, object]) -> None:
+    loaded = {"step": 20, "ntokens_seen": 1, "data_start": 0}
+    trainer = SimpleNamespace(state_dict=lambda: loaded)
+    checkpoints = mock.Mock(states={"train_state": trainer})
+    RunCheckpoints._check_train_state(checkpoints, tmp_path / "step-20")
+    loaded |= state
+    with pytest.raises(RecipeError, match="is not the state of this step"):
+        RunCheckpoints._check_train_state(checkpoints, tmp_path / "step-20")
