@@ -88,7 +88,11 @@ class RunFolder:
     @property
     def recipe_to_read(self) -> Recipe:
         """The recipe for a checkpoint's weights, without the files that only the first step needed."""
-        start = {"initial_load_path": None, "initial_load_in_hf": False, "initial_load_in_hf_quantized": False}
+        start: dict[str, Any] = {
+            "initial_load_path": None,
+            "initial_load_in_hf": False,
+            "initial_load_in_hf_quantized": False,
+        }
         checkpoint = replace(self.recipe.checkpoint, load="none", load_step=-1, last_save_in_hf=False, **start)
         model = replace(self.recipe.model, hf_assets_path=None)
         return replace(self.recipe, checkpoint=checkpoint, model=model)
@@ -143,7 +147,7 @@ class RunFolder:
         with suppress(FileNotFoundError):
             lines = read_bytes(self.path / file).split(b"\n")[:-1]
         for number, line in enumerate(lines, start=1):
-            record = None
+            record: Any = None
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
             numbers = ("loss", "grad_norm", "seconds")
