@@ -38,7 +38,7 @@ def main(command: Command) -> int:
         return 0
     from titan_muon.titan.run import job
 
-    return job.run(command.recipe, command.config, quiet=command.quiet)
+    return job.run(command.recipe, command.config, typed=command.typed, quiet=command.quiet)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ from titan_muon import registry
 
 
 def _family(name: str) -> Any:
-    # A family imports torchtitan, which copies the device on import, so `compat.install()` comes before. Both imports
-    # wait for the first use, so that `--help` and errors in a recipe do not wait for PyTorch.
-    from titan_muon.titan.torchtitan import compat
-
-    compat.install()
+    # A family imports torchtitan, so it waits for the first use: `--help` and errors in a recipe do not wait for
+    # PyTorch. `titan_muon.titan` prepares torchtitan for this machine.
+    importlib.import_module("titan_muon.titan")
     return importlib.import_module(f"models.{name}")
 
 

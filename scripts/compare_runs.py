@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
 import tyro
 from compare.run_folder import (
     LOSSES,
@@ -27,6 +30,8 @@ from compare.run_folder import (
 )
 from compare.run_page import write_page
 from compare.run_picture import write_picture
+
+from titan_muon.titan.recipe import RecipeError
 
 ABSENT = "-"
 
@@ -236,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code, 2 for a user error."""
     try:
         tyro.cli(compare, args=arguments)
-    except RunError as error:
+    except (RecipeError, RunError) as error:
         print(f"compare_runs: {error}", file=sys.stderr)
         return 2
     return 0

@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import tyro
-from compare.run_folder import saved_run
 from saved.command import run_command
 
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from saved.saved_model import SavedModel
@@ -61,7 +61,7 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
     """
     if sequences == 0 or sequences < -1:
         raise RecipeError(f"--sequences {sequences}: must be -1, or 1 or more")
-    folder = saved_run(run)
+    folder = RunFolder.find(run).path
     # PyTorch takes seconds to import, which an error need not wait for.
     from saved.saved_model import open_saved
 

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import tyro
-from compare.run_folder import saved_run
 from saved.command import run_command
 
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.run_folder import RunFolder
 
 
 def export(
@@ -36,7 +36,7 @@ def export(
         dtype: Dtype of the weights.
         drop_expert_bias: Leave out the bias of load balancing where Transformers' architecture has none.
     """
-    folder = saved_run(run)
+    folder = RunFolder.find(run).path
     if out.exists():
         raise RecipeError(f"{out} exists; name a new folder")
     # PyTorch takes seconds to import, which an error need not wait for.

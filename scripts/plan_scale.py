@@ -34,13 +34,9 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import models as families  # noqa: F401 (registers them)
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
 from bounds import least_flops, least_seconds, least_sent
 
+import models as families  # noqa: F401 (registers them)
 from titan_muon.options import Overlap
 from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline

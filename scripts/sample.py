@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import tyro
-from compare.run_folder import saved_run
 from saved.command import run_command
 
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from saved.saved_model import SavedModel
@@ -78,7 +78,7 @@ def sample(
     for flag, value, least in (("--top-k", top_k, 0), ("--tokens", tokens, 1)):
         if value < least:
             raise RecipeError(f"{flag} {value}: must be {least} or more")
-    folder = saved_run(run)
+    folder = RunFolder.find(run).path
     # PyTorch takes seconds to import, which an error need not wait for.
     from saved.saved_model import open_saved
 

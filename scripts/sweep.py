@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from compare.run_folder import METRICS, RECIPE, RunError, read_records, read_series
+from compare.run_folder import read_series
 from compare.sweep_report import Header, Result, final_loss, finished_results, has_seed, write_report
 
 import models  # noqa: F401 (registers the families)
@@ -36,11 +36,9 @@ from titan_muon.titan.recipe.command_line import SEEDS, Alternative, alternative
 from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.flags import HELP, print_flags, read_options
 from titan_muon.titan.recipe.schema import values
-from titan_muon.titan.run_name import IGNORED, changes
+from titan_muon.titan.run_folder import PLACE, RunFolder, runs_in
 
 STEP = re.compile(r"step +(\d+)/(\d+) ")
-RANKS = re.compile(r"parameters on (\d+) ranks?")
-STEPS_DONE = re.compile(r"step-(\d+)")
 INTERRUPTED = 130
 
 
@@ -74,7 +72,7 @@ class Run:
     def keys(self) -> dict[str, Any]:
         """The keys of the recipe with another value than the default, except the place of the run."""
         defaults = written_values(Recipe())
-        mine = {key: value for key, value in written_values(self.recipe).items() if key not in IGNORED}
+        mine = {key: value for key, value in written_values(self.recipe).items() if key not in PLACE}
         return {key: value for key, value in mine.items() if value != defaults.get(key)} | {"processes": self.nproc}
 
     @property
@@ -89,25 +87,18 @@ class Run:
 
     def folder(self) -> Path | None:
         """Newest run folder of this recipe on as many processes, a finished one before others."""
-        mine = filter(self._is_mine, self.folders.glob("*/"))
+        mine = (run.path for run in runs_in(self.folders) if self._is_mine(run))
         return max(mine, key=lambda path: (self.ended(path) == "finished", path.name[:15]), default=None)
 
-    def _is_mine(self, folder: Path) -> bool:
-        file = folder / "optimizers.txt"
-        ranks = RANKS.search(file.read_text(encoding="utf-8")) if file.is_file() else None
-        if ranks is None or int(ranks[1]) != self.nproc:
-            return False
+    def _is_mine(self, run: RunFolder) -> bool:
         try:
-            return IGNORED.issuperset(changes(self.recipe, folder / RECIPE))
+            return run.world_size == self.nproc and not run.changes(self.recipe)
         except RecipeError:
             return False
 
     def ended(self, folder: Path | None) -> str | None:
         """`finished`, or the reason of a divergence; None for a run to train."""
-        try:
-            records = [] if folder is None else read_records(folder / METRICS)
-        except (RunError, OSError):
-            return None
+        records = [] if folder is None else RunFolder(folder).records()
         last = {key for record in records if record["step"] == self.recipe.training.steps for key in record}
         if {"loss", "val_loss"} - last <= (set() if self.recipe.validator.enable else {"val_loss"}):
             return "finished"
@@ -116,8 +107,7 @@ class Run:
     def command(self, folder: Path | None) -> list[str]:
         """Command line of the process, which continues the run in `folder` if a checkpoint has steps left."""
         words = [str(ROOT / "train.py"), "--config", self.choice.config, *self.choice.overrides]
-        saved = [] if folder is None else (folder / self.recipe.checkpoint.folder).glob("step-*/.metadata")
-        steps = [int(step[1]) for path in saved if (step := STEPS_DONE.fullmatch(path.parent.name))]
+        steps = [] if folder is None else RunFolder(folder).steps
         if max(steps, default=self.recipe.training.steps) < self.recipe.training.steps:
             words += ["--checkpoint.load", str(folder)]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}"]
@@ -126,7 +116,7 @@ class Run:
     def result(self, folder: Path | None, error: str | None) -> Result:
         """The result, with the curves of the run's folder."""
         swept = dict(part.split("=", 1) for part in self.choice.name.split(" ") if part)
-        series = {} if folder is None or error is not None else read_series(folder / METRICS)
+        series = {} if folder is None or error is not None else read_series(RunFolder(folder))
         return Result(
             recipe=self.recipe.name,
             keys=self.keys,

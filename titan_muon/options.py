@@ -12,7 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from .ranges import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
+from .ranges import COUNT, FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, Constraint
 from .ranges import OptionError as OptionError
 from .removed import refuse_removed, refuses_removed, removed_value
 
@@ -83,6 +83,8 @@ class PlacementRule:
 class Machine:
     """The machine for the plan: a name, or a file of measured rates."""
 
+    may_change = MAY_CHANGE
+
     name: Literal["auto", "h100x8", "h200x8", "b200x8", "gb200x72", "gb300x72", "cpu"] = "auto"
     """Nodes of 8 GPUs, or racks of 72 in one NVLink domain, with a network of 400 Gb/s for each GPU (`gb300x72`: 800).
     `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
@@ -141,11 +143,11 @@ class Expert:
     ns_kernel: Literal["auto", "plain", "triton"] = "auto"
     """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
 
-    exchange: Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"] = "all_to_all"
+    exchange: Annotated[Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"], MAY_CHANGE] = "all_to_all"
     """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas if faster),
     `all_gather` to all ranks, which all orthogonalize it, or `all_gather_reduce_scatter`."""
 
-    replicas: Literal["auto", "split", "redundant"] = "auto"
+    replicas: Annotated[Literal["auto", "split", "redundant"], MAY_CHANGE] = "auto"
     """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
     sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`
     replica."""
@@ -177,10 +179,10 @@ class Expert:
     """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
     or `hold` it, which only decays it, and warns after 20 such steps."""
 
-    release_grads: bool = False
+    release_grads: Annotated[bool, MAY_CHANGE] = False
     """Free each gradient after packing."""
 
-    keep_buffers: bool = False
+    keep_buffers: Annotated[bool, MAY_CHANGE] = False
     """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
     GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
@@ -192,7 +194,7 @@ class Expert:
     "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was
     measured."""
 
-    buffer_gib: Annotated[float | Literal["auto"], GIB] = "auto"
+    buffer_gib: Annotated[float | Literal["auto"], GIB, MAY_CHANGE] = "auto"
     """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each further GiB must save 3 % of the step
     time, from 2 GiB on 10 %."""
 
@@ -266,13 +268,13 @@ class StepOptions:
     cautious: bool = False
     """Decay weights only where the update also moves the weight towards zero (arXiv:2510.12402)."""
 
-    state: Literal["replicated", "owner"] = "replicated"
+    state: Annotated[Literal["replicated", "owner"], MAY_CHANGE] = "replicated"
     """Keepers of the momentum of replicas, as under HSDP and DDP: every holder, or only the owner."""
 
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the momentum. `int8` has a float32 scale for each 64 elements of a row, and rounds stochastically."""
 
-    overlap: Overlap = "none"
+    overlap: Annotated[Overlap, MAY_CHANGE] = "none"
     """`forward`: return and apply the last results of a step during the next forward, before each layer."""
 
     split: tuple[Split, ...] = ()

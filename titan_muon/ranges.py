@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ class Constraint:
 
     accepted: str
     holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class MayChange(Constraint):
+    """Marks a key that may change when a run continues. Every value satisfies this constraint.
+
+    `when`: a condition on the values of both recipes by dotted key.
+    """
+
+    accepted: str = ""
+    holds: Callable[[Any], bool] = lambda value: True
+    when: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = lambda mine, theirs: True
+
+
+MAY_CHANGE = MayChange()
 
 
 def at_least(low: float, but: int | None = None) -> Constraint:

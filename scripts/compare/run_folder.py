@@ -1,10 +1,9 @@
-"""Run folders: `recipe.toml` and `metrics.jsonl`, read without torch."""
+"""Records of runs for a comparison, without torch."""
 
 import json
 import math
 import os
 import sys
-import tomllib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,13 +11,11 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-RECIPE, METRICS, LATEST = "recipe.toml", "metrics.jsonl", "latest"
-PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
-"""Keys of a run's place, without effect on the computation."""
+from titan_muon.titan.run_folder import LATEST, METRICS, PLACE, RunFolder
+
 SEEDS = frozenset({"debug.seed", "data.seed"})
 """Keys with different values in the runs of a setting."""
 PICTURE, PAGE = "compare.png", "compare.html"
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
 LOSS_FIELDS = tuple((loss, name) for loss in LOSSES for name in (loss, f"seconds.{loss}"))
@@ -77,41 +74,6 @@ class RunRecord:
         return median(values) if values else None
 
 
-def find_run(path: Path) -> Path:
-    """The run folder `path`, or the newest run with a logged step in a folder of runs."""
-    if not path.is_dir():
-        raise RunError(f"{path}: no such folder{_remedy(path)}")
-    if (path / RECIPE).exists() or (path / METRICS).exists():
-        for file in (path / RECIPE, path / METRICS):
-            if not file.is_file():
-                raise RunError(f"{file}: no such file; a run folder has {RECIPE} and {METRICS}")
-        return path
-    files = [file for file in path.glob(f"*/{METRICS}") if file.stat().st_size > 0]
-    folders = [file.parent for file in files if file.with_name(RECIPE).is_file()]
-    if not folders:
-        raise RunError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
-    # By time only, not by the differences behind the time.
-    return max(folders, key=lambda folder: folder.name.partition("_")[0])
-
-
-def saved_run(path: Path) -> Path:
-    """The run folder `path`, also without a logged step, or the newest run in a folder of runs, named on stderr."""
-    if (path / RECIPE).is_file():
-        return path
-    newest = find_run(path)
-    print(f"{newest}: the newest run in {path}", file=sys.stderr)
-    return newest
-
-
-def _remedy(path: Path) -> str:
-    recipe = CONFIGS / f"{path.name}.toml"
-    if recipe.is_file():
-        shown = os.path.relpath(recipe)
-        return f"; train the recipe first: python {os.path.relpath(CONFIGS.parent / 'train.py')} --config {shown}"
-    folders = sorted(folder.name for folder in path.parent.glob("*") if folder.is_dir())
-    return f"; {path.parent} has {', '.join(folders)}" if folders else "; train a recipe first"
-
-
 def _is_no_run(path: Path) -> bool:
     """Whether `path` is a file beside the runs or an empty run; the shell's `runs/recipe/*` matches both."""
     if path.is_file() and (path.name in (LATEST, PICTURE, PAGE) or path.suffix == ".log"):
@@ -136,47 +98,28 @@ def flatten(document: object, prefix: str = "") -> dict[str, object]:
     return leaves
 
 
-def read_recipe(file: Path) -> dict[str, str]:
+def read_recipe(run: RunFolder) -> dict[str, str]:
     """A recipe's values by dotted key, as JSON text, to distinguish 1, 1.0 and true."""
-    try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{file}: not TOML: {error}") from error
-    return {key: json.dumps(value, default=str) for key, value in flatten(document).items()}
+    leaves = {part: value for key, entry in run.written.items() for part, value in flatten(entry, key).items()}
+    return {key: json.dumps(value, default=str) for key, value in leaves.items()}
 
 
-def read_records(file: Path) -> list[dict[str, object]]:
-    """Records of a metrics file. Torn lines, as after a crash, are reported once on stderr."""
-    records, torn = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        elif line.strip():
-            torn.append(str(number))
-    if torn:
-        print(f"{file}: skipped what is not a whole record: line {', '.join(torn)}", file=sys.stderr)
-    if not records:
-        raise RunError(f"{file}: no record; the run has not logged a step")
-    return records
-
-
-def read_series(file: Path) -> dict[str, Series]:
-    """Numbers of a metrics file by field and step; the last record of a step and field counts.
+def read_series(run: RunFolder) -> dict[str, Series]:
+    """Numbers of a run's metrics by field and step; the last record of a step and field counts.
 
     Training and validation both record `seconds`, so each loss also gets `seconds.<loss>`.
     """
     series: dict[str, Series] = {}
-    for record in sorted(read_records(file), key=step_of):
+    records = run.records()
+    if not records:
+        raise RunError(f"{run.path / METRICS}: no record; the run has not logged a step")
+    for record in sorted(records, key=lambda record: record["step"]):
         numbers = flatten(record)
         if "seconds" in numbers:
             numbers |= {f"seconds.{loss}": numbers["seconds"] for loss in LOSSES if loss in numbers}
         for key, value in numbers.items():
             if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                series.setdefault(key, {})[step_of(record)] = float(value)
+                series.setdefault(key, {})[record["step"]] = float(value)
     return series
 
 
@@ -185,13 +128,6 @@ def tokens_per_step(tokens: Series) -> float | None:
     counts = [(0, 0.0), *tokens.items()]
     growth = [(count - before) / (step - last) for (last, before), (step, count) in pairwise(counts)]
     return median(growth) if growth else None
-
-
-def step_of(record: dict[str, object]) -> int:
-    """The step of a record."""
-    step = record["step"]
-    assert isinstance(step, int), "read_records keeps only records with a step"
-    return step
 
 
 def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
@@ -242,14 +178,14 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
 
     Raises RunError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """
-    folders = [find_run(path) for path in paths if not _is_no_run(path)]
+    folders = [RunFolder.find(path).path for path in paths if not _is_no_run(path)]
     if len(folders) < 2:
         raise RunError(f"a comparison takes two or more runs, not {len(folders)}")
     if repeated := [folder for folder in folders if [path.resolve() for path in folders].count(folder.resolve()) > 1]:
         raise RunError(f"{repeated[0]}: the same run is given twice")
     settings: dict[str, list[RunRecord]] = {}
     for folder in folders:
-        recipe, series = read_recipe(folder / RECIPE), read_series(folder / METRICS)
+        recipe, series = read_recipe(RunFolder(folder)), read_series(RunFolder(folder))
         if metric not in series:
             raise RunError(f"{folder / METRICS}: `{metric}` was not recorded")
         needed = {"step": metric, "tokens": "tokens", "seconds": f"seconds.{metric}"}[axis]

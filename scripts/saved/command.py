@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import tyro
-from compare.run_folder import RunError
 
 from titan_muon.titan.recipe import RecipeError
 
@@ -15,7 +14,7 @@ def run_command(act: Callable[..., None], arguments: Sequence[str] | None) -> in
     """Call `act` with the arguments of the command line. Returns the exit code, 2 for a user error."""
     try:
         tyro.cli(act, args=arguments)
-    except (RecipeError, RunError) as error:
+    except RecipeError as error:
         print(f"{act.__name__}: {error}", file=sys.stderr)
         return 2
     return 0

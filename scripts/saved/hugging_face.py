@@ -13,11 +13,6 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from torch import Tensor
-
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
 from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model

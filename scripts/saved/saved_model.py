@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -17,16 +16,14 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_spec import ModelSpec
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.torchtitan import compat
-
-compat.install()
-
 from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.model.attention import share_dense_mask
-from titan_muon.titan.recipe import Recipe, RecipeError, load
-from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
-from titan_muon.titan.run.runs import RECIPE_FILE, Run
+from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.titan.run_folder import TOKENIZER, RunFolder
+from titan_muon.titan.storage.reader import SafePlanner, SafeReader
+from titan_muon.titan.torchtitan import compat
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 ONE_RANK: Mapping[str, Any] = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
@@ -63,8 +60,11 @@ def open_saved(run: Path, step: int | None = None, *, dtype: str | None = None) 
 
     Raises RecipeError for a folder without a checkpoint, and for a step that was not saved.
     """
-    recipe = load(run / RECIPE_FILE, saved=True)
-    checkpoint, step = _checkpoint(run / recipe.checkpoint.folder, step)
+    folder = RunFolder(run)
+    recipe = folder.recipe_to_read
+    step, checkpoint = folder.checkpoint(step)
+    if recipe.data.tokenizer == "bpe" and folder.tokenizer is None:
+        warnings.warn(f"{run} has no {TOKENIZER}: it is trained again from data.files of today", stacklevel=2)
     single = replace(recipe, parallelism=replace(recipe.parallelism, **ONE_RANK))
     # A process alone holds every parameter whole.
     single = replace(single, placement=type(recipe.placement)())
@@ -89,31 +89,13 @@ def open_saved(run: Path, step: int | None = None, *, dtype: str | None = None) 
     return SavedModel(step, single, spec, model.eval(), device, config.tokenizer.build(tokenizer_path=""), held_out)
 
 
-def _checkpoint(folder: Path, step: int | None) -> tuple[Path, int]:
-    steps = saved_steps(folder)
-    usable = [number for number in steps if _has_model(checkpoint_path(folder, number))]
-    if not usable:
-        raise RecipeError(f"{folder}: no complete checkpoint; train with checkpoint.enable = true")
-    if step is not None and step not in usable:
-        names = ", ".join(map(str, usable))
-        raise RecipeError(f"--step {step}: {folder} has no complete checkpoint of that step; it has {names}")
-    chosen = usable[0] if step is None else step
-    return checkpoint_path(folder, chosen), chosen
-
-
-def _has_model(checkpoint: Path) -> bool:
-    problem = flaw(checkpoint)
-    # A checkpoint of the model alone cannot continue a run, and suffices here.
-    return problem is None or "checkpoint.last_save_model_only" in problem
-
-
 def _read_weights(model: nn.Module, checkpoint: Path) -> None:
     states = {canonical_fqn(name): tensor for name, tensor in model.state_dict().items()}
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = SafeReader(checkpoint).read_metadata().state_dict_metadata
     for name, tensor in states.items():
         entry = saved.get(name)
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
             raise RecipeError(f"{checkpoint}: {name} of shape {tuple(tensor.shape)} is not in the checkpoint")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(states, checkpoint_id=str(checkpoint), no_dist=True)
+        dcp.load(states, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)

@@ -1,7 +1,9 @@
 """sample.py, evaluate.py and export.py on a run of two ranks: loss, text by seed, weights, bad input."""
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from titan_muon.titan.torchtitan import compat
 compat.install()
 
 from titan_muon.titan.run import job  # noqa: E402
+from titan_muon.titan.run.runs import Run  # noqa: E402
+from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
+from titan_muon.titan.run_folder import RunFolder  # noqa: E402
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -133,3 +138,27 @@ def test_bad_input_prints_a_single_line(run: Path, tmp_path: Path, script, capsy
         shown = capsys.readouterr().err
         assert expected in shown
         assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["sample", "evaluate"])
+def test_damaged_bytes_of_the_weights_are_refused(
+    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    file = damaged / "checkpoint" / "step-2" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    assert {"sample": sample, "evaluate": evaluate}[name].main([str(damaged)]) == 2
+    assert "has other bytes than were saved" in capsys.readouterr().err
+
+
+def test_a_run_is_read_without_the_files_of_its_first_step(run: Path) -> None:
+    """`checkpoint.initial_load_path` and `model.hf_assets_path` may be gone by then."""
+    folder = RunFolder(run)
+    section = replace(folder.recipe.checkpoint, initial_load_path="/gone", initial_load_in_hf=True)
+    vars(folder)["recipe"] = replace(folder.recipe, checkpoint=section)
+    read = folder.recipe_to_read
+    assert (read.checkpoint.initial_load_path, read.checkpoint.initial_load_in_hf) == (None, False)
+    assert trainer_config(read, Run(str(run)), 1).checkpoint.initial_load_path is None

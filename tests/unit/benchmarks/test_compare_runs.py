@@ -131,19 +131,19 @@ def test_runs_without_a_step_are_passed_over_and_a_torn_line_is_skipped(
     pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (pair[0] / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 101, "lo')
+        file.write('{"step": 101, "lo\n{"step": 102, "lo')
     (pair[0].parent / "t2").mkdir()
     (pair[0].parent / "latest").write_text("t1")
     assert compare_runs.main([*map(str, pair), str(pair[0].parent / "t2"), "--output", str(tmp_path / "c.png")]) == 0
     error = capsys.readouterr().err
     assert "t2: passed over" in error
-    assert "metrics.jsonl: skipped what is not a whole record: line 103" in error
+    assert "metrics.jsonl: left out the damaged line 103\n" in error
 
 
 REFUSALS = {
     "one run": ("{0}", "a comparison takes two or more runs, not 1"),
     "absent folder": ("{0} {root}/absent", "absent: no such folder"),
-    "no TOML": ("{0} {broken}", "recipe.toml: not TOML"),
+    "no TOML": ("{0} {broken}", "recipe.toml: not valid TOML"),
     "no common step": ("{0} {odd}", "no step at which each of them recorded `loss`"),
     "suffix": ("{0} {1} --output {root}/c.pdf", "the suffix must be .png or .svg"),
 }

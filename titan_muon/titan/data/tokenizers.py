@@ -87,9 +87,11 @@ class BPETokenizer(_MarkedTokenizer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """`documents`: training text, and a `[data]` table with `vocab_size` and `cache`."""
+        """`documents`: training text, and a `[data]` table with `vocab_size` and `cache`. `saved`: text of the
+        tokenizer of a run, which is then not trained again."""
 
         documents: Documents
+        saved: str | None = None
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         data = config.documents.data
@@ -97,12 +99,16 @@ class BPETokenizer(_MarkedTokenizer):
             least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
             raise RecipeError(f"data.vocab_size = {data.vocab_size}: must be {least}")
         super().__init__(data.vocab_size)
-        # Merges from held-out text would lower the validation loss.
-        key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
-        rows = _train_bpe(config.documents, data.vocab_size)
-        table = cached(data.cache, f"bpe-{key}", rows, {"tokenizer": "string"})
-        self.bpe = Tokenizer.from_str(table["tokenizer"][0].as_py())
-        self.fingerprint = digest("bpe", self.bpe.to_str(), str(data.vocab_size))
+        text = config.saved
+        if text is None:
+            # Merges from held-out text would lower the validation loss.
+            key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
+            rows = _train_bpe(config.documents, data.vocab_size)
+            table = cached(data.cache, f"bpe-{key}", rows, {"tokenizer": "string"})
+            text = table["tokenizer"][0].as_py()
+        self.bpe = Tokenizer.from_str(text)
+        self.text = self.bpe.to_str()
+        self.fingerprint = digest("bpe", self.text, str(data.vocab_size))
 
     def _encode(self, text: str) -> list[int]:
         return self.bpe.encode(text).ids
@@ -162,12 +168,12 @@ DocumentTokenizer = ByteTokenizer | BPETokenizer | PretrainedTokenizer
 """Tokenizers of a corpus. Equal `fingerprint`s: equal ids of any text."""
 
 
-def tokenizer_config(data: Data) -> BaseTokenizer.Config:
-    """TorchTitan's tokenizer configuration. Reads no file."""
+def tokenizer_config(data: Data, saved: str | None = None) -> BaseTokenizer.Config:
+    """TorchTitan's tokenizer configuration. Reads no file. `saved`: text of the tokenizer that a run trained."""
     if data.tokenizer == "bytes":
         return ByteTokenizer.Config()
     if data.tokenizer == "bpe":
-        return BPETokenizer.Config(documents=Documents(data))
+        return BPETokenizer.Config(documents=Documents(data), saved=saved)
     assert data.tokenizer_path is not None, "a recipe with tokenizer hf and no path is refused"
     return PretrainedTokenizer.Config(path=data.tokenizer_path)
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.run_folder import without_links
 
 LOCK_FILE = "running.lock"
 
@@ -18,7 +19,11 @@ class FolderLock(ExitStack):
         """Lock `folder`, in place of an earlier folder. Raises RecipeError if another job has the lock."""
         # Closing any file handle of the lock file releases a process's lock.
         self.close()
-        file = self.enter_context(Path(folder, LOCK_FILE).open("a+", encoding="utf-8"))  # noqa: SIM115 (entered)
+        path = Path(folder, LOCK_FILE)
+        if path.is_symlink():
+            raise RecipeError(f"{path} is a symbolic link, which a run never makes; remove it")
+        opened = open(path, "a+", encoding="utf-8", opener=without_links)  # noqa: SIM115 (entered)
+        file = self.enter_context(opened)
         try:
             # `lockf` works over NFS. Children would inherit `flock`, and may outlive the job.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -121,6 +121,8 @@ class Command(Options):
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
     alternatives: Annotated[tuple[Alternative, ...], tyro.conf.Suppress] = ()
+    typed: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """Keys of the command line."""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -151,7 +153,8 @@ def parse(argv: Sequence[str]) -> Command:
     if not read_file(Path(options.config)):
         raise RecipeError(f"{options.config}: the recipe has no key; write at least name and flavor under [model].")
     choices = alternatives(options.config, options.compare, overrides)
-    return Command(recipe=recipe, alternatives=choices, **vars(options))
+    typed = tuple(read_flags(overrides))
+    return Command(recipe=recipe, alternatives=choices, typed=typed, **vars(options))
 
 
 def _print_help(asked: Sequence[str], recipe: Recipe, *, given: bool) -> None:

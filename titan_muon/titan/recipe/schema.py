@@ -10,12 +10,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from titan_muon import removed
 from titan_muon.options import EXPERT, OTHER_NAMES
+from titan_muon.ranges import MAY_CHANGE, MayChange
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
 from titan_muon.titan.recipe.torchtitan_sections import DEGREES
 
@@ -87,6 +88,24 @@ def keys(schema: Any, *, ranges: bool = False) -> dict[str, Any]:
 def values(instance: Any) -> dict[str, Any]:
     """Values of all keys by dotted path."""
     return _flat({field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}, values)
+
+
+@cache
+def _marks(schema: Any) -> Mapping[str, MayChange]:
+    marks: dict[str, MayChange] = {}
+    for name, kind in get_type_hints(schema, include_extras=True).items():
+        if dataclasses.is_dataclass(kind):
+            below = dict.fromkeys(keys(kind), MAY_CHANGE) if hasattr(kind, "may_change") else _marks(kind)
+            marks |= {f"{name}.{key}": mark for key, mark in below.items()}
+        for mark in get_args(kind):
+            if isinstance(mark, MayChange):
+                marks[name] = mark
+    return marks
+
+
+def may_change(schema: Any, key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether a key may change between two recipes of a run. `mine`, `theirs`: values of all keys by dotted path."""
+    return key in _marks(schema) and _marks(schema)[key].when(mine, theirs)
 
 
 def _flat(items: Mapping[str, Any], inner: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from titan_muon.options import Expert, Hyperparameters, Machine, PlacementRule, Rule, StateDtype, StepOptions
-from titan_muon.ranges import FRACTION, NOT_NEGATIVE, Constraint, at_least, list_of
+from titan_muon.ranges import FRACTION, MAY_CHANGE, NOT_NEGATIVE, Constraint, MayChange, at_least, list_of
 from titan_muon.titan.recipe.torchtitan_sections import (
     FILE_NAME,
     Checkpoint,
@@ -42,6 +42,10 @@ THOUSANDTHS = Constraint(
 )
 
 
+# Both other modes compute the same.
+WITHOUT_CLIP = MayChange(when=lambda mine, theirs: "clip" not in (mine["qk_clip.mode"], theirs["qk_clip.mode"]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """The model to train."""
@@ -51,7 +55,7 @@ class Model:
     vocab_size: Count | None = None  # Rows of embedding and head; absent: the tokenizer's, or the flavor's for `hf`.
     hf_assets_path: str | None = None  # Hugging Face folder; last_save_in_hf writes its safetensors index's shards.
 
-    attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
+    attention: Annotated[Literal["auto", "flex", "varlen", "dense"], MAY_CHANGE] = "auto"
     """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with a mask) on the CPU."""
 
 
@@ -84,16 +88,23 @@ class Data:
     tokenizer_path: str | None = None  # For tokenizer `hf`: folder with `tokenizer.json`.
     validation_fraction: Fraction = 0.02  # Share of documents held out, by content, equal for every seed.
     seed: Natural = 0  # Seed of the documents' order.
-    num_workers: Natural = 0  # For source `hf`: loader processes per rank; 0 loads between steps.
-    prefetch_factor: Count | None = None  # Batches that a worker prefetches; absent: 2.
-    persistent_workers: bool = False  # Keep workers between epochs.
-    pin_memory: bool = False  # For source `hf`: pin batches, so that copies to the GPU do not block the host.
-    cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"  # Folder of tokenized text and trained tokenizers.
+    num_workers: Annotated[int, NOT_NEGATIVE, MAY_CHANGE] = 0
+    """For source `hf`: loader processes per rank; 0 loads between steps."""
+
+    prefetch_factor: Annotated[Count | None, MAY_CHANGE] = None  # Batches that a worker prefetches; absent: 2.
+    persistent_workers: Annotated[bool, MAY_CHANGE] = False  # Keep workers between epochs.
+    pin_memory: Annotated[bool, MAY_CHANGE] = False
+    """For source `hf`: pin batches, so that copies to the GPU do not block the host."""
+
+    cache: Annotated[str, LOCAL_FOLDER, MAY_CHANGE] = ".cache/titan_muon"
+    """Folder of tokenized text and trained tokenizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Placement of Muon's matrices between steps."""
+
+    may_change = MAY_CHANGE
 
     # Not a Literal: packages register placements.
     muon: Text = "shard0"  # `shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name.
@@ -131,7 +142,7 @@ class QKClipRule:
 class QKClip:
     """QK-clip (MuonClip; Kimi K2, 2025): scales down heads with large attention logits."""
 
-    mode: Literal["off", "log", "clip"] = "off"
+    mode: Annotated[Literal["off", "log", "clip"], WITHOUT_CLIP] = "off"
     """`log`: report each layer's largest logit. `clip`: also scale query and key weights of heads above threshold."""
 
     threshold: Positive = 100.0  # Largest allowed logit of a head.
@@ -143,6 +154,8 @@ class QKClip:
 class Monitor:
     """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
 
+    may_change = MAY_CHANGE
+
     freq: Natural = 0  # Steps between measured steps; 0 measures nothing.
     matrices: Count = 2  # Matrices with measured singular values; every rank gathers each twice.
 
@@ -150,6 +163,8 @@ class Monitor:
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """Cross entropy."""
+
+    may_change = MAY_CHANGE
 
     chunks: Annotated[
         int | Literal["auto"], Constraint('"auto" or 1 or more', lambda value: value == "auto" or value >= 1)
@@ -161,6 +176,8 @@ class Loss:
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
     """Activations kept for backward."""
+
+    may_change = MAY_CHANGE
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """`selective`: keep matrix products and communication. `full`: block inputs. `memory_budget`: as many as fit."""
@@ -235,10 +252,12 @@ class Optimizer:
 
     rule: tuple[Rule, ...] = ()  # Rules in order; the first match decides, else the defaults.
 
-    implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
+    implementation: Annotated[Literal["auto", "for-loop", "foreach", "fused"], MAY_CHANGE] = "auto"
     """Implementation of AdamW. `auto`: `fused` on GPUs and `foreach` on the CPU."""
 
-    offload: Literal["none", "state"] = "none"  # `state`: optimizer states in pinned host memory, copied part by part.
+    offload: Annotated[Literal["none", "state"], MAY_CHANGE] = "none"
+    """`state`: optimizer states in pinned host memory, copied part by part."""
+
     # "adamw" means all but Muon, so that other packages' optimizers are clipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
     """Gradients that training.max_norm clips. `adamw`: all but Muon's, because Muon's update has a fixed size."""
@@ -254,10 +273,10 @@ class Recipe:
 
     # tyro would show a comment above a table instead of the docstring.
 
-    name: Annotated[str, FILE_NAME] = "recipe"
+    name: Annotated[str, FILE_NAME, MAY_CHANGE] = "recipe"
     """Name of the run; default: the name of the file."""
 
-    dump_folder: Annotated[str, LOCAL_FOLDER] = "runs"
+    dump_folder: Annotated[str, LOCAL_FOLDER, MAY_CHANGE] = "runs"
     """Folder of all runs."""
 
     imports: Texts = ()

@@ -12,10 +12,12 @@ from typing import Annotated, Literal
 from titan_muon.ranges import (
     COUNT,
     FRACTION,
+    MAY_CHANGE,
     NOT_NEGATIVE,
     POSITIVE,
     TEXT,
     Constraint,
+    MayChange,
     at_least,
     from_to,
     list_of,
@@ -53,29 +55,40 @@ PathFromRoot = Annotated[
 States = Annotated[tuple[str, ...], list_of(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))]
 
 
+# A fixed global batch may be divided differently, and the schedule follows the number of steps.
+WITH_GLOBAL_BATCH = MayChange(when=lambda mine, theirs: mine["training.global_batch_size"] != -1)
+WITH_STEPS = MayChange(when=lambda mine, theirs: mine["training.steps"] != theirs["training.steps"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Batch, length and precision of the run."""
 
-    local_batch_size: CountOrMinusOne = 8  # Sequences per data-parallel rank and pass; -1: share of global_batch_size.
+    local_batch_size: Annotated[CountOrMinusOne, WITH_GLOBAL_BATCH] = 8
+    """Sequences per data-parallel rank and pass; -1: share of global_batch_size."""
+
     global_batch_size: CountOrMinusOne = -1  # Sequences per step, accumulated over passes; -1: a local batch per rank.
     seq_len: Count = 2048  # Tokens per sequence.
-    steps: Count = 1000  # Optimizer steps of the run.
+    steps: Annotated[Count, MAY_CHANGE] = 1000  # Optimizer steps of the run.
     max_norm: Positive = 1.0  # Largest gradient norm; larger ones are scaled down.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of parameters, gradients and optimizer states.
     # auto: bfloat16, but float32 on a CPU without instructions for bfloat16.
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # FSDP's dtype of parameters in passes.
     mixed_precision_reduce: Literal["float32"] = "float32"  # Dtype of FSDP's gradient reduction.
-    enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer states in host memory.
+    enable_cpu_offload: Annotated[bool, MAY_CHANGE] = False
+    """Keep parameters, gradients and optimizer states in host memory."""
+
     # TorchTitan's default fails with expert parallelism on GPUs.
     disable_cuda_graphs: bool = True  # No CUDA graphs (they exclude expert parallelism's standard all-to-all).
-    gc_freq: Count = 50  # Steps between garbage collections.
-    gc_debug: bool = False  # Collect garbage in every step and report cycles of tensors; slow.
+    gc_freq: Annotated[Count, MAY_CHANGE] = 50  # Steps between garbage collections.
+    gc_debug: Annotated[bool, MAY_CHANGE] = False  # Collect garbage in every step and report cycles of tensors; slow.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Parallel degrees. Their product is the world size."""
+
+    may_change = MAY_CHANGE
 
     data_parallel_replicate_degree: Count = 1  # Replicas of the sharded model (HSDP).
     data_parallel_shard_degree: CountOrMinusOne = -1  # Ranks per replica (FSDP); -1: all remaining ranks.
@@ -120,8 +133,8 @@ DEGREES: Mapping[str, str] = MappingProxyType(
 class LrScheduler:
     """Learning-rate schedule: warm up, hold, decay."""
 
-    warmup_steps: Natural = 0  # Steps of linear warm-up.
-    total_steps: Count | None = None  # Length of the schedule; absent: training.steps.
+    warmup_steps: Annotated[Natural, WITH_STEPS] = 0  # Steps of linear warm-up.
+    total_steps: Annotated[Count | None, WITH_STEPS] = None  # Length of the schedule; absent: training.steps.
     decay_ratio: Share | None = None  # Share of decay steps at the end; absent: decay follows warm-up.
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay.
     min_lr_factor: Share = 0.0  # Factor at the end.
@@ -130,6 +143,8 @@ class LrScheduler:
 @dataclass(frozen=True, kw_only=True)
 class Validator:
     """Loss on the held-out documents."""
+
+    may_change = MAY_CHANGE
 
     enable: bool = True  # Validate during the run.
     freq: Count = 100  # Steps between validations.
@@ -140,6 +155,8 @@ class Validator:
 class Checkpoint:
     """Saving and resuming (PyTorch's distributed checkpoints)."""
 
+    may_change = MAY_CHANGE
+
     enable: bool = True  # Save checkpoints.
     folder: InsideRun = "checkpoint"  # Folder inside the run's folder.
     freq: Count = 500  # Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too.
@@ -147,7 +164,7 @@ class Checkpoint:
     load_only: bool = False  # Load checkpoints and never write.
 
     load: Text = "none"
-    """`none`: new run. `latest`: continue this recipe's newest run with a whole checkpoint. Or a run's folder."""
+    """`none`: new run. `latest`: continue the newest run of this recipe and name. Or a run's folder."""
 
     load_step: Annotated[int, at_least(0, but=-1)] = -1  # Step to load; -1: the newest whole checkpoint.
     # TorchTitan keeps the previous checkpoint, because the newest may not be on disk yet.
@@ -167,6 +184,8 @@ class Checkpoint:
 class Metrics:
     """Console, TensorBoard and the metrics file."""
 
+    may_change = MAY_CHANGE
+
     log_freq: Count = 10  # Steps between log lines.
     enable_tensorboard: bool = True  # Write TensorBoard events.
     save_tb_folder: InsideRun = "tb"  # Folder inside the run's folder.
@@ -181,6 +200,8 @@ class Metrics:
 class Compile:
     """torch.compile."""
 
+    may_change = MAY_CHANGE
+
     enable: bool = False  # Compile the components.
     components: Annotated[tuple[str, ...], list_of(one_of("model", "loss"))] = ("model", "loss")  # Compiled components.
     backend: Text = "inductor"  # Compiler.
@@ -190,6 +211,8 @@ class Compile:
 @dataclass(frozen=True, kw_only=True)
 class Comm:
     """Time-outs of collectives, in seconds."""
+
+    may_change = MAY_CHANGE
 
     init_timeout_seconds: Count = 300  # Until the end of the first step.
     train_timeout_seconds: Count = 100  # After the first step.
@@ -205,14 +228,17 @@ class Debug:
     seed: Natural = 0  # Seed of the model's initialisation.
     deterministic: bool = False  # Deterministic kernels, or an error.
     deterministic_warn_only: bool = False  # With deterministic: warn instead.
-    detect_anomaly: bool = False  # Name the forward operation in a failed backward; slow.
+    detect_anomaly: Annotated[bool, MAY_CHANGE] = False  # Name the forward operation in a failed backward; slow.
     moe_force_load_balance: bool = False  # Route tokens round robin, for speed measurements only.
-    check_replicas_freq: Natural = 100  # Steps between comparisons of replicas; 0 compares before each save only.
+    check_replicas_freq: Annotated[Natural, MAY_CHANGE] = 100
+    """Steps between comparisons of replicas; 0 compares before each save only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiler:
     """PyTorch profiler traces and memory snapshots."""
+
+    may_change = MAY_CHANGE
 
     enable_profiling: bool = False  # Write traces.
     save_traces_folder: InsideRun = "profile_traces"  # Folder inside the run's folder.

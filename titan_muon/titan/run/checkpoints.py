@@ -1,7 +1,7 @@
 """Save, load and validate the checkpoints of a run.
 
 A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length. `damage` in
-`storage/checksums.py` verifies the content.
+`run_folder.py` verifies the content.
 """
 
 import re
@@ -22,30 +22,17 @@ from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import print_on_rank0
-from titan_muon.titan.storage.checksums import METADATA, SummingWriter, check_names
+from titan_muon.titan.run_folder import METADATA, STEP_FOLDER, check_names, saved_steps
+from titan_muon.titan.storage.checksums import SummingWriter
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
 from titan_muon.titan.torchtitan import compat
 from titan_muon.titan.torchtitan.plain_state import PlainState
 
-STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
 TRAINER_STEP, DATA_START = "train_state.step", "train_state.data_start"
 NOT_PLAIN = re.compile(r"^(Trying to load|Unsupported).*$", re.MULTILINE)
 """The reason in the error of PyTorch's weights-only load."""
 DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of a step's checkpoint in a run's checkpoint folder."""
-    return folder / f"step-{step}"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of all checkpoints, whole or not, newest first."""
-    if not folder.is_dir():
-        return []
-    names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
 def flaw(checkpoint: Path) -> str | None:
@@ -82,11 +69,12 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
+        run: str | None = None  # id of the run, saved in checksums.json
         excluded: tuple[str, ...] = ()
         """States not to load. TorchTitan's own field takes the optimizer with its schedule only."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
-        self.resume = config.resume
+        self.resume, self.run = config.resume, config.run
         self.last_saved: int | None = None
         self._loaded = False
         super().__init__(config, **kwargs)
@@ -123,7 +111,7 @@ class RunCheckpoints(CheckpointManager):
 
     def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
         folder = Path(self.folder)
-        newest = next((other for other in saved_steps(folder) if flaw(checkpoint_path(folder, other)) is None), None)
+        newest = next((other for other in saved_steps(folder) if flaw(folder / f"step-{other}") is None), None)
         left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
         return RunFault(
             f"step {step} is not saved in {folder} ({_first_failure(error)}); {left}. Free space or lower "
@@ -143,7 +131,7 @@ class RunCheckpoints(CheckpointManager):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         name = STEP_FOLDER.fullmatch(Path(checkpoint_id).name)
         assert name is not None, f"{checkpoint_id} is no folder of a step"
-        writer = SummingWriter(checkpoint_id, int(name[1]))
+        writer = SummingWriter(checkpoint_id, int(name[1]), self.run)
         result: Any = None
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
@@ -165,7 +153,7 @@ class RunCheckpoints(CheckpointManager):
         sound_until = self.states["train_state"].checks.sound_until
         if sound_until is not None:
             kept.update([step for step in steps if step <= sound_until][:1])
-        stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
+        stale = [folder / f"step-{step}" for step in steps if step not in kept]
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
         stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
         for path in stale:
@@ -205,10 +193,19 @@ class RunCheckpoints(CheckpointManager):
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         self.dcp_load(states, checkpoint, from_hf=False, from_quantized=False)
+        if "train_state" in states:
+            self._check_train_state(Path(checkpoint))
         for change in optimizers.changes:
             print_on_rank0(f"changed since the checkpoint: {change}")
         for line in lines:
             print_on_rank0(line)
+
+    def _check_train_state(self, checkpoint: Path) -> None:
+        """Raise RecipeError for values that no save writes: a wrong type, or another step than the folder's."""
+        loaded = self.states["train_state"].state_dict()
+        numbers = all(type(value) is int for value in loaded.values())
+        if not numbers or checkpoint.name != f"step-{loaded['step']}" or loaded["ntokens_seen"] < 0:
+            raise RecipeError(f"{checkpoint}: train_state = {loaded} is not the state of this step; choose another one")
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """TorchTitan's load, without running code of the checkpoint."""

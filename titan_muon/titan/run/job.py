@@ -24,6 +24,7 @@ from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import check_machine
 from titan_muon.titan.checks.start import check_start, data_facts, start_facts
 from titan_muon.titan.data.loader import PackedDataLoader
+from titan_muon.titan.data.tokenizers import BPETokenizer
 from titan_muon.titan.device import on_accelerator
 from titan_muon.titan.fault import RunFault, unusable
 from titan_muon.titan.launch.attempts import (
@@ -39,13 +40,14 @@ from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
-from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
+from titan_muon.titan.recipe.files import with_source
 from titan_muon.titan.run import runs
 from titan_muon.titan.run.console import print_error_once, print_on_rank0, set_up_logging
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, trainer_config
+from titan_muon.titan.run_folder import write_file
 from titan_muon.titan.torchtitan import compat
 
 MOST_FILES = 65536
@@ -53,11 +55,11 @@ SECONDS_TO_EXIT = 3
 """With two for the launcher, a job ends within five seconds after a time-out."""
 
 
-def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
+def run(recipe: Recipe, config: str, *, typed: tuple[str, ...] = (), quiet: bool = False) -> int:
     """Train a recipe of the file `config` in this process, alone or under torchrun. Returns the exit code.
 
     0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
-    `quiet`: as in `console.is_quiet`.
+    `typed`: keys of the command line. `quiet`: as in `console.is_quiet`.
     """
     describe_world()
     set_up_logging(quiet=quiet)
@@ -65,7 +67,7 @@ def run(recipe: Recipe, config: str, *, quiet: bool = False) -> int:
     lasting = _init_distributed(recipe)
     code = 0
     try:
-        train(recipe, keys_of_the_command_line(config, recipe), lasting)
+        train(recipe, typed, lasting)
     except RecipeError as error:
         code = 2
         print_error_once(with_source(error, config, recipe), final_code=code)
@@ -100,10 +102,10 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
     return lasting
 
 
-def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
+def train(recipe: Recipe, typed: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `overrides`: keys of the command line, for the run's name. `lasting`: store of all attempts of the job. Raises
+    `typed`: keys of the command line, for the run's name. `lasting`: store of all attempts of the job. Raises
     RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
@@ -119,12 +121,12 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
     with FolderLock() as lock, watch as watchdog:
-        run = runs.agree(recipe, group, lock, overrides, interrupted_run(lasting))
+        run = runs.agree(recipe, group, lock, typed, interrupted_run(lasting))
         if dist.get_rank() == 0:
             # Now, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         stop = StopSignals(group, watchdog.advance)
-        trainer = _prepare(recipe, run, stop)
+        trainer = _prepare(recipe, run, typed, stop)
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
@@ -146,7 +148,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def _prepare(recipe: Recipe, run: Run, stop: StopSignals) -> MuonTrainer:
+def _prepare(recipe: Recipe, run: Run, typed: tuple[str, ...], stop: StopSignals) -> MuonTrainer:
     """The trainer with the run's checkpoint, and the files of the run's start. Leaves no folder of a refused run."""
     trainer: MuonTrainer | None = None
     try:
@@ -155,7 +157,7 @@ def _prepare(recipe: Recipe, run: Run, stop: StopSignals) -> MuonTrainer:
         check_start(data_facts(trainer.dataloader, trainer.tokenizer), stop.group)
         trainer.checkpointer.load()
         _refuse_late_export(trainer, recipe)
-        _begin_run(trainer, recipe, run, stop.group)
+        _begin_run(trainer, recipe, run, typed, stop.group)
     except Exception as error:
         refusal = _refusal(error, recipe)
         if refusal is None:
@@ -200,7 +202,9 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
         )
 
 
-def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> None:
+def _begin_run(
+    trainer: MuonTrainer, recipe: Recipe, run: Run, typed: tuple[str, ...], group: dist.ProcessGroup | None
+) -> None:
     """Print the run's start and write its files, on rank 0. Raises on every rank if rank 0 fails."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = explain.stage_ranks(world, stages, rank * stages // world)
@@ -214,7 +218,8 @@ def _begin_run(trainer: MuonTrainer, recipe: Recipe, run: Run, group: dist.Proce
         try:
             for change in runs.changed_keys(run, recipe):
                 print_on_rank0(f"changed since the checkpoint: {change}")
-            runs.begin(run, recipe)
+            tokenizer = trainer.tokenizer.text if isinstance(trainer.tokenizer, BPETokenizer) else None
+            runs.begin(run, recipe, typed, world, tokenizer)
             _print_optimizers(trainer, recipe, run, [part for part in parts if part is not None])
             _print_start(trainer, recipe, run)
         except Exception as error:
@@ -254,7 +259,7 @@ def _print_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: lis
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips, *frozen_lines(optimizers.frozen)])
     print_on_rank0("\n".join([counts, *(short for short, _ in parts if short)]))
-    runs.write_file(Path(run.folder, runs.OPTIMIZERS_FILE), "\n\n".join([*(full for _, full in parts), counts]) + "\n")
+    write_file(Path(run.folder, runs.OPTIMIZERS_FILE), "\n\n".join([*(full for _, full in parts), counts]) + "\n")
 
 
 def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:

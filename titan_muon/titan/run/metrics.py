@@ -27,8 +27,8 @@ from tqdm import tqdm
 from titan_muon.titan.fault import unusable
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import is_quiet, show
+from titan_muon.titan.run_folder import METRICS
 
-METRICS_FILE = "metrics.jsonl"
 TAGS = {
     "loss": "loss/train",
     "val_loss": "loss/validation",
@@ -51,7 +51,7 @@ class Boards(BaseLogger):
                 action(board)
             except OSError as error:
                 self._boards.remove(board)
-                show(f"warning: {type(board).__name__} gets no more metrics, and {METRICS_FILE} does: {error}")
+                show(f"warning: {type(board).__name__} gets no more metrics, and {METRICS} does: {error}")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._each(lambda board: board.log(metrics, step))
@@ -153,27 +153,6 @@ def tagged(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield TAGS.get(prefix + key, prefix + key), value
 
 
-NUMBERS = ("step", "loss", "grad_norm", "seconds")
-"""Keys of a record whose values are numbers."""
-
-
-def read_until(path: Path, step: int, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Records of a metrics file up to `step`. `warn`: takes a line on damage."""
-    records: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    # A crash has torn the last line. The run repeats this step: a save comes after the line.
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or any(type(record.get(key, 0)) not in (int, float) for key in NUMBERS):
-            warn(f"warning: {path}: left out the damaged line {number}")
-        elif record.get("step", step) <= step:
-            records.append(record)
-    return records
-
-
 class RunMetrics(MetricsProcessor):
     """Reports on the rank with the loss."""
 
@@ -209,7 +188,7 @@ class RunMetrics(MetricsProcessor):
         if not (self.is_reporter or config.save_for_all_ranks):
             return Boards([])
         rank = "" if self.is_reporter else f"rank-{dist.get_rank()}"
-        boards: list[BaseLogger] = [JsonLines(Path(dump_folder, rank, METRICS_FILE))]
+        boards: list[BaseLogger] = [JsonLines(Path(dump_folder, rank, METRICS))]
         try:
             if config.enable_tensorboard:
                 folder = Path(dump_folder, config.save_tb_folder, rank)

@@ -9,26 +9,37 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 
 from titan_muon.titan.fault import unusable
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
+from titan_muon.titan.run.checkpoints import flaw
 from titan_muon.titan.run.console import print_on_rank0
-from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import IGNORED, changes, other_experiment, overrides_text
-from titan_muon.titan.storage.checksums import damage
+from titan_muon.titan.run_folder import (
+    LATEST,
+    METRICS,
+    RECIPE,
+    RUN,
+    TOKENIZER,
+    RunFolder,
+    read_bytes,
+    run_name,
+    runs_in,
+    saved_steps,
+    write_file,
+)
+from titan_muon.titan.storage.checksums import damage_on_any_rank
 
 OPTIMIZERS_FILE = "optimizers.txt"
-RECIPE_FILE = "recipe.toml"
-LATEST_FILE = "latest"
 SAVED_IN_CHECKPOINTS = ("muon.", "adamw.")
 """Tables with values in the checkpoint, which reports their changes."""
 FORMAT = "%Y%m%d-%H%M%S"
@@ -46,18 +57,20 @@ class Run:
     step: int = 0  # steps already done
     seconds: float = 0.0  # time of these steps
     restarted: bool = False  # an earlier attempt of this job did these steps
+    id: str | None = field(default=None, compare=False)  # in the run's checkpoints
+    source_id: str | None = field(default=None, compare=False)  # in the checkpoints of `source`
 
 
 def agree(
     recipe: Recipe,
     group: dist.ProcessGroup | None,
     lock: FolderLock,
-    overrides: tuple[str, ...] = (),
+    typed: tuple[str, ...] = (),
     interrupted: str | None = None,
 ) -> Run:
     """The run opened and locked by rank 0, on every rank of `group` (gloo; None for a single process).
 
-    `overrides`: keys of the command line. `interrupted`: folder of an earlier attempt of this job. Raises as `open_run`
+    `typed`: keys of the command line. `interrupted`: folder of an earlier attempt of this job. Raises as `open_run`
     on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
@@ -66,7 +79,7 @@ def agree(
         failure: Exception | None = None
         if dist.get_rank() == 0:
             try:
-                opened = open_run(recipe, overrides, flaws, interrupted)
+                opened = open_run(recipe, typed, flaws, interrupted)
                 if not os.access(opened.folder, os.W_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), opened.folder)
                 lock.take(opened.folder)
@@ -84,7 +97,7 @@ def agree(
         if isinstance(run, Exception):
             raise run if failure is None else failure
         assert run is not None, "rank 0 always answers"
-        if run.checkpoint is None or (wrong := damage(Path(run.checkpoint), group)) is None:
+        if run.checkpoint is None or (wrong := damage_on_any_rank(Path(run.checkpoint), run.source_id, group)) is None:
             return run
         # Rank 0 chooses among the other checkpoints.
         flaws[Path(run.checkpoint)] = wrong
@@ -95,13 +108,13 @@ def agree(
 
 def open_run(
     recipe: Recipe,
-    overrides: tuple[str, ...] = (),
+    typed: tuple[str, ...] = (),
     flaws: Flaws = MappingProxyType({}),
     interrupted: str | None = None,
 ) -> Run:
     """The run requested by `checkpoint.load`. Creates the folder of a new run, and changes nothing else.
 
-    `overrides`, `interrupted`: as in `agree`. Raises RecipeError if no run can continue as requested.
+    `typed`, `interrupted`: as in `agree`. Raises RecipeError if no run can continue as requested.
     """
     if interrupted is not None:
         own = replace(recipe.checkpoint, load=interrupted, load_step=-1, exclude_from_loading=())
@@ -110,40 +123,50 @@ def open_run(
                 return replace(open_run(replace(recipe, checkpoint=own), flaws=flaws), restarted=True)
         print_on_rank0(f"the attempt before this one left no whole checkpoint in {interrupted}")
     runs = Path(recipe.dump_folder).resolve() / recipe.name
-    start = _source(recipe, runs, flaws)
+    start = _source(recipe, runs, typed, flaws)
+
+    def run(folder: str, source: RunFolder | None = None, **others: Any) -> Run:
+        opened, origin = RunFolder(folder), None if source is None else source.id
+        places = {"source": None if source is None else str(source.path), "source_id": origin}
+        return Run(folder, id=opened.id or uuid.uuid4().hex, **places, **others)
 
     def new_folder() -> str:
-        return interrupted or _new_folder(recipe, runs, overrides)
+        return interrupted or _new_folder(recipe, runs, typed)
 
     if start is None:
-        return Run(new_folder())
+        return run(new_folder())
     source, step = start
-    checkpoints = source / recipe.checkpoint.folder
-    checkpoint = checkpoint_path(checkpoints, step)
+    checkpoints = source.path / recipe.checkpoint.folder
+    checkpoint = str(checkpoints / f"step-{step}")
     if "train_state" in recipe.checkpoint.exclude_from_loading:
-        return Run(new_folder(), str(source), str(checkpoint))
+        return run(new_folder(), source, checkpoint=checkpoint)
     # A new folder, so that later results are not overwritten.
     goes_back = any(flaw(path) is None and path not in flaws for path in _later(checkpoints, step))
-    done = read_until(source / METRICS_FILE, step)
+    done = source.records(step, lambda line: None)
     seconds = next((record["seconds"] for record in reversed(done) if "seconds" in record), 0.0)
-    return Run(new_folder() if goes_back else str(source), str(source), str(checkpoint), step, seconds)
+    folder = new_folder() if goes_back else str(source.path)
+    return run(folder, source, checkpoint=checkpoint, step=step, seconds=seconds)
 
 
-def begin(run: Run, recipe: Recipe) -> None:
-    """Write the recipe, copy the metrics up to `run.step`, and set later checkpoints aside.
+def begin(run: Run, recipe: Recipe, typed: tuple[str, ...] = (), world: int = 1, tokenizer: str | None = None) -> None:
+    """Write the run's files, copy the metrics up to `run.step`, and set later checkpoints aside.
 
-    Called on rank 0 when nothing can be refused any more.
+    `tokenizer`: text of the tokenizer that the run trains. Called on rank 0 when nothing can be refused any more.
     """
     folder, content = Path(run.folder), to_toml(recipe)
-    file = folder / RECIPE_FILE
-    if file.is_file() and file.read_bytes() != content.encode():
-        shutil.copyfile(file, file.with_name(f"recipe-until-step-{run.step}.toml"))
+    file = folder / RECIPE
+    # A link is replaced, and nothing is read through it.
+    if file.is_file() and not file.is_symlink() and (before := read_bytes(file)) != content.encode():
+        write_file(file.with_name(f"recipe-until-step-{run.step}.toml"), before.decode(errors="replace"))
+    if tokenizer is not None:
+        write_file(folder / TOKENIZER, tokenizer)
+    write_file(folder / RUN, json.dumps({"id": run.id, "typed": typed, "world": world}) + "\n")
     write_file(file, content)
-    write_file(folder.with_name(LATEST_FILE), f"{folder.name}\n")
+    write_file(folder.with_name(LATEST), f"{folder.name}\n")
     source = folder if run.source is None else Path(run.source)
-    for metrics in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
+    for metrics in (source / METRICS, *source.glob(f"rank-*/{METRICS}")):
         if metrics.is_file():
-            records = read_until(metrics, run.step, print_on_rank0)
+            records = RunFolder(metrics.parent).records(run.step, print_on_rank0)
             target = folder / metrics.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             # A crash must not lose the record of the continued run.
@@ -158,7 +181,7 @@ def begin(run: Run, recipe: Recipe) -> None:
 def discard(run: Run) -> None:
     """Remove the new folder of a run that could not begin, and the folders above it that are then empty."""
     folder = Path(run.folder)
-    if run.source != run.folder and not (folder / RECIPE_FILE).is_file():
+    if run.source != run.folder and not (folder / RECIPE).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             folder.parent.rmdir()
@@ -170,15 +193,15 @@ def changed_keys(run: Run, recipe: Recipe) -> list[str]:
     if run.source is None:
         return []
     try:
-        differences = changes(recipe, Path(run.source) / RECIPE_FILE)
+        differences = RunFolder(run.source).changes(recipe)
     except RecipeError as error:
         print_on_rank0(f"warning: changes since the checkpoint are unknown: {error}")
         return []
-    return [line for key, line in differences.items() if not (key in IGNORED or key.startswith(SAVED_IN_CHECKPOINTS))]
+    return [line for key, line in differences.items() if not key.startswith(SAVED_IN_CHECKPOINTS)]
 
 
-def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
-    """Folder and step to continue from; None for a new run."""
+def _source(recipe: Recipe, runs: Path, typed: tuple[str, ...], flaws: Flaws) -> tuple[RunFolder, int] | None:
+    """Run and step to continue from; None for a new run."""
     load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
     if load == "none":
         if step != -1:
@@ -187,45 +210,49 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
     if not recipe.checkpoint.enable:
         raise RecipeError(f"checkpoint.load = {load!r} needs checkpoint.enable = true")
     if load == "latest":
-        return _latest_run(recipe, runs, flaws)
+        return _latest_run(recipe, runs, typed, flaws)
     folder = Path(load).resolve()
-    if folder.name == LATEST_FILE and folder.is_file():
-        # Run folders have characters that shells treat specially, so the file holds a name.
-        latest, folder = folder, folder.parent / (folder.read_text(encoding="utf-8", errors="replace").strip() or "?")
-        if not folder.is_dir():
-            problem = f"{latest} is damaged or names a removed folder"
-            raise RecipeError(f"checkpoint.load = {load!r}: {problem}; name a run's folder in {latest.parent}")
+    if folder.name == LATEST and folder.is_file():
+        try:
+            folder = RunFolder.find(folder).path
+        except RecipeError as error:
+            raise RecipeError(f"checkpoint.load = {load!r}: {error}") from error
     if not folder.is_dir():
         raise RecipeError(f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder')
     if (whole := _whole_step(recipe, folder, flaws)) is None:
         raise RecipeError(
             f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"
         )
-    return folder, whole
+    return RunFolder(folder), whole
 
 
-def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
+def _latest_run(recipe: Recipe, runs: Path, typed: tuple[str, ...], flaws: Flaws) -> tuple[RunFolder, int] | None:
+    """The newest run with the name of `typed` and a whole checkpoint."""
     others: list[str] = []
-    # The newest run may have ended before its first checkpoint.
-    for folder in run_folders(runs):
+    for run in runs_in(runs):
         try:
-            differences = other_experiment(recipe, folder / RECIPE_FILE)
+            if not run.has_name(recipe, typed):
+                others.append(run.path.name)
+                continue
+            refusal = run.refusal(recipe)
         except RecipeError as error:
-            if saved_steps(folder / recipe.checkpoint.folder):
-                others.append(f"{folder} may be another experiment ({error})")
+            others.append(f"{run.path.name}, which cannot be read ({error})")
             continue
-        if differences:
-            others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
-        elif (whole := _whole_step(recipe, folder, flaws)) is not None:
-            return folder, whole
+        # The newest run may have ended before its first checkpoint.
+        if (whole := _whole_step(recipe, run.path, flaws)) is None:
+            continue
+        if refusal is not None:
+            raise RecipeError(refusal)
+        return run, whole
     step = recipe.checkpoint.load_step
     if step != -1:
         raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
     # No error: a job submitted with `latest` has a first start too.
-    reason = f"no run in {runs} has a whole checkpoint"
-    if others:
-        reason = f"no run of this experiment has a whole checkpoint. {others[0]}; name the folder to continue it"
-    print_on_rank0(f'checkpoint.load = "latest": {reason}; starting anew')
+    name = run_name(recipe, typed) or "without typed keys"
+    beside = f"; other runs in {runs}: {', '.join(others[:5])}" if others else ""
+    print_on_rank0(
+        f'checkpoint.load = "latest": no run {name} has a whole checkpoint, so this is its first start{beside}'
+    )
     return None
 
 
@@ -236,12 +263,12 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
     if asked not in (-1, *steps):
         if recipe.checkpoint.load == "latest":
             return None
-        saved, path = ", ".join(map(str, steps)) if steps else "none", checkpoint_path(checkpoints, asked)
+        saved, path = ", ".join(map(str, steps)) if steps else "none", checkpoints / f"step-{asked}"
         raise RecipeError(f"checkpoint.load_step = {asked}: {path} does not exist; saved steps: {saved}")
     passed: list[str] = []
     whole = None
     for step in steps if asked == -1 else [asked]:
-        path = checkpoint_path(checkpoints, step)
+        path = checkpoints / f"step-{step}"
         reason = flaws.get(path) or flaw(path)
         if reason is None:
             whole = step
@@ -256,11 +283,10 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
     return whole
 
 
-def _new_folder(recipe: Recipe, runs: Path, overrides: tuple[str, ...]) -> str:
-    beside = [folder.name for folder in run_folders(runs)]
-    pairs = overrides_text(recipe, overrides, beside)
+def _new_folder(recipe: Recipe, runs: Path, typed: tuple[str, ...]) -> str:
+    pairs = run_name(recipe, typed)
     # Names sort by time, also of runs of the same second.
-    stamps = {name.partition("_")[0] for name in beside}
+    stamps = {run.path.name.partition("_")[0] for run in runs_in(runs)}
     for path in _numbered(runs / time.strftime(FORMAT)):
         folder = path.with_name(f"{path.name}_{pairs}" if pairs else path.name)
         # mkdir decides, because two runs of the same second both see a free name.
@@ -271,30 +297,10 @@ def _new_folder(recipe: Recipe, runs: Path, overrides: tuple[str, ...]) -> str:
     raise AssertionError("there is always another number")
 
 
-def run_folders(runs: Path) -> list[Path]:
-    """Folders of a recipe's runs, newest first."""
-    folders = (path for path in runs.glob("*") if path.is_dir())
-    return sorted(folders, key=lambda path: path.name.partition("_")[0], reverse=True)
-
-
 def _numbered(path: Path) -> Iterator[Path]:
     yield path
     yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
 def _later(checkpoints: Path, step: int) -> list[Path]:
-    return [checkpoint_path(checkpoints, other) for other in saved_steps(checkpoints) if other > step]
-
-
-def write_file(file: Path, text: str) -> None:
-    """Write a file that no reader, and no crash, sees half written."""
-    # os.replace is atomic within a file system only.
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        # Mode x, because in a shared folder another user may have planted a symbolic link of this name.
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return [checkpoints / f"step-{other}" for other in saved_steps(checkpoints) if other > step]

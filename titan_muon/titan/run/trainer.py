@@ -1,9 +1,8 @@
-"""TorchTitan's trainer with the step of a recipe. Import after `compat.install()`."""
+"""TorchTitan's trainer with the step of a recipe."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
@@ -31,8 +30,9 @@ from titan_muon.titan.recipe.sections import Monitor as MonitorSection
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import print_on_rank0, show
-from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, read_until
+from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.signals import StopSignals
+from titan_muon.titan.run_folder import RunFolder
 from titan_muon.titan.torchtitan import compat
 from titan_muon.titan.torchtitan.installed import titan
 from titan_muon.titan.torchtitan.interface import Budget
@@ -159,7 +159,7 @@ class MuonTrainer(Trainer):
             print_on_rank0(f"next: titan-muon sample {run} (write text), evaluate (loss) or export (Hugging Face)")
 
     def _begin_checks(self) -> None:
-        records = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
+        records = RunFolder(self.config.dump_folder).records(self.step, lambda line: None)
         self.checks.begin(self.stop.group, reports_of(records), self.step)
         counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
         is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.excluded

@@ -32,6 +32,7 @@ from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
+from titan_muon.titan.run_folder import RunFolder
 from titan_muon.titan.torchtitan import compat
 from titan_muon.titan.torchtitan.installed import titan
 from titan_muon.titan.torchtitan.interface import Budget
@@ -66,7 +67,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_folder("model.hf_assets_path", model.hf_assets_path, "a model's Hugging Face folder") or "",
         dump_folder=run.folder,
-        tokenizer=tokenizer_config(recipe.data),
+        tokenizer=tokenizer_config(recipe.data, RunFolder(run.source or run.folder).tokenizer),
         dataloader=dataloader_config(recipe.data),
         optimizer=optimizer_config(recipe, whole_model(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
@@ -155,6 +156,7 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
         without=["freq", "load", "load_step", "exclude_from_loading"],
         interval=section.freq,
         resume=run.checkpoint,
+        run=run.id,
         excluded=() if run.restarted else section.exclude_from_loading,
         # TorchTitan warns about the default if there is nothing to load.
         initial_load_model_only=section.initial_load_model_only and section.initial_load_path is not None,

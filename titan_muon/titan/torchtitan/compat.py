@@ -1,6 +1,6 @@
 """Workarounds for gaps of torchtitan 0.3.0 on CPU, gloo and older torch, a function per gap.
 
-`install()` runs before any other import of torchtitan, because torchtitan's modules copy the device on import.
+`titan_muon.titan` calls `install()` when torchtitan is imported: torchtitan's modules copy the device on import.
 """
 
 import functools
@@ -64,12 +64,18 @@ def _has(module: str) -> bool:
         return False
 
 
-@functools.cache
 def install() -> bool:
     """Install all workarounds for this machine, once. True if training runs on the CPU.
 
     Raises RuntimeError as `use_cpu_device`.
     """
+    # The import calls this function, unless torchtitan was imported before titan_muon.titan.
+    importlib.import_module("torchtitan")
+    return _install()
+
+
+@functools.cache
+def _install() -> bool:
     stub_triton_kernels()
     backfill_mesh_dims()
     backfill_set_timeout()

@@ -4,9 +4,6 @@ from typing import TYPE_CHECKING
 
 from titan_muon.titan.torchtitan import compat
 
-# torchtitan copies the device on import.
-compat.install()
-
 if TYPE_CHECKING or compat.recipe_version() == "v0_3":
     from titan_muon.titan.torchtitan import v0_3 as titan
 else:

@@ -4,10 +4,12 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,18 +18,19 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon import Expert
-from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml
-from titan_muon.titan.recipe.files import keys_of_the_command_line
+from titan_muon.titan.recipe import Recipe, RecipeError, load
 from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
+from titan_muon.titan import run_folder  # noqa: E402
+from titan_muon.titan.data.tokenizers import tokenizer_config  # noqa: E402
 from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
-from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw, saved_steps  # noqa: E402
-from titan_muon.titan.run.metrics import read_until  # noqa: E402
-from titan_muon.titan.run.runs import Run, agree, begin, changed_keys, discard, open_run, run_folders  # noqa: E402
+from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw  # noqa: E402
+from titan_muon.titan.run.runs import Run, agree, begin, changed_keys, discard, open_run  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.titan.run_name import changes, other_experiment, overrides_text  # noqa: E402
+from titan_muon.titan.run_folder import RunFolder, run_name, runs_in, saved_steps  # noqa: E402
+from titan_muon.titan.storage.checksums import SummingWriter  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -40,12 +43,13 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def save(folder: Path, *steps: int, full: bool = True) -> None:
     for step in steps:
         state = {"layer.weight": torch.ones(1000)} | ({"train_state": {"step": step}} if full else {})
-        dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
+        writer = SummingWriter(folder / "checkpoint" / f"step-{step}", step, RunFolder(folder).id)
+        dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 def start(recipe: Recipe, keys: tuple[str, ...] = ()) -> Run:
     run = open_run(recipe, keys)
-    begin(run, recipe)
+    begin(run, recipe, keys)
     return run
 
 
@@ -91,7 +95,9 @@ def test_new_runs_never_share_a_folder(
     names = ["20260101-000000", "20260101-000000-2", "20260101-000000-3_muon.lr=0.001"]
     assert [Path(run.folder).name for run in runs] == names
     assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).step == 0
-    assert "starting anew" in capsys.readouterr().out, "the first start of a job with `latest` is a new run"
+    assert "so this is its first start" in capsys.readouterr().out, (
+        "the first start of a job with `latest` is a new run"
+    )
     for run in runs:
         assert load(Path(run.folder) / "recipe.toml").name == "tiny"
         assert (run.checkpoint, run.step) == (None, 0)
@@ -151,28 +157,63 @@ SAME |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr
 
 
 @pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("data__seed", 3)])
-def test_latest_continues_only_the_same_experiment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: float
-) -> None:
-    """A sweep with `latest` has as many runs as values; steps and layouts are no experiment."""
+def test_latest_refuses_another_value_of_a_run_with_both_ways_out(tmp_path: Path, key: str, value: float) -> None:
+    """The value is the file's, so that the name is the same. Speed and layout of a run may change."""
     run = finished_run(tmp_path, 3)
-    capsys.readouterr()
-    new = start(tiny.recipe(tmp_path, checkpoint__load="latest", **{key: value}))
-    assert (new.step, new.source) == (0, None)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert f"{run} is another experiment ({key.replace('__', '.')} = " in line
-    assert f", here {value}" in line
+    other = tiny.recipe(tmp_path, checkpoint__load="latest", **{key: value})
+    with pytest.raises(RecipeError) as error:
+        open_run(other)
+    text = str(error.value)
+    assert text.startswith(f"{key.replace('__', '.')} = {value} differs from {run}, which has ")
+    assert "to continue the run" in text
+    assert 'checkpoint.load = "none" or another --name' in text
+    named = open_run(tiny.recipe(tmp_path, checkpoint__load=str(run), **{key: value}))
+    assert (named.folder, named.step) == (str(run), 3)
     again = open_run(tiny.recipe(tmp_path, checkpoint__load="latest", **SAME))
-    assert (again.folder, again.step) == (str(run), 3), "the newest run is another experiment's"
+    assert (again.folder, again.step) == (str(run), 3)
+
+
+def test_latest_is_the_newest_run_with_the_typed_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep with `latest` has as many runs as values; `--name` names alone."""
+    lower = tiny.recipe(tmp_path, muon__lr=0.001)
+    higher = tiny.recipe(tmp_path, muon__lr=0.25)
+    first, second = (start(recipe, ("muon.lr", "training.steps")) for recipe in (lower, higher))
+    save(Path(first.folder), 3)
+    save(Path(second.folder), 3)
+    latest = tiny.recipe(tmp_path, muon__lr=0.001, training__steps=5, checkpoint__load="latest")
+    assert open_run(latest, ("muon.lr", "checkpoint.load", "muon.expert.release_grads")).folder == first.folder
+    capsys.readouterr()
+    third = tiny.recipe(tmp_path, muon__lr=0.5, checkpoint__load="latest")
+    assert open_run(third, ("muon.lr", "checkpoint.load")).source is None
+    shown = capsys.readouterr().out
+    assert "no run muon.lr=0.5 has a whole checkpoint" in shown
+    assert Path(first.folder).name in shown
+    with pytest.raises(RecipeError, match=r"muon\.lr = 0\.5 differs from"):
+        open_run(third, ("muon.lr", "name"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("muon__expert__release_grads", "muon__expert__keep_buffers", "debug__detect_anomaly"),
+        *("checkpoint__load_only", "metrics__save_for_all_ranks"),
+    ],
+)
+def test_latest_continues_with_keys_that_alter_no_digit(tmp_path: Path, key: str) -> None:
+    run = finished_run(tmp_path, 3)
+    changed = tiny.recipe(tmp_path, checkpoint__load="latest", debug__check_replicas_freq=3, qk_clip__mode="log")
+    assert open_run(changed).folder == str(run)
+    assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest", **{key: True})).folder == str(run)
+    with pytest.raises(RecipeError, match=r"qk_clip\.mode = \"clip\" differs"):
+        open_run(tiny.recipe(tmp_path, checkpoint__load="latest", qk_clip__mode="clip"))
 
 
 def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None:
     """The local batch size is a layout if the global batch is fixed, and otherwise the batch."""
     for fixed in ({"training__global_batch_size": 8}, {}):
-        file = tmp_path / "other.toml"
-        file.write_text(to_toml(tiny.recipe(tmp_path, **fixed)))
-        divided = other_experiment(tiny.recipe(tmp_path, training__local_batch_size=4, **fixed), file)
-        assert divided == ([] if fixed else ["training.local_batch_size = 2, here 4"])
+        run = RunFolder(start(tiny.recipe(tmp_path, **fixed)).folder)
+        refused = run.refusal(tiny.recipe(tmp_path, training__local_batch_size=4, **fixed))
+        assert refused is None if fixed else refused.startswith("training.local_batch_size = 4 differs")
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -182,14 +223,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_run_without_a_readable_recipe_is_not_the_same_experiment(
+def test_a_run_without_a_readable_recipe_is_passed_over_by_latest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     """`latest` passes over the run in a line, and the named folder continues with a warning."""
     run = finished_run(tmp_path, 3)
     DAMAGE[damage](run / "recipe.toml")
     assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).step == 0
-    assert f"{run} may be another experiment ({run}/recipe.toml" in capsys.readouterr().out
+    assert f"{run.name}, which cannot be read ({run}/recipe.toml" in capsys.readouterr().out
     recipe = tiny.recipe(tmp_path, checkpoint__load=str(run))
     named = open_run(recipe)
     assert (named.folder, named.step) == (str(run), 3)
@@ -204,7 +245,7 @@ def test_a_resume_lists_changed_keys(tmp_path: Path) -> None:
     run = finished_run(tmp_path, 3)
     continued = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
     other = tiny.recipe(tmp_path, checkpoint__load=str(run), training__steps=5, muon__lr=0.5, data__seed=3)
-    assert changed_keys(continued, other) == ["data.seed = 0, here 3", "training.steps = 6, here 5"]
+    assert sorted(changed_keys(continued, other)) == ["data.seed = 0, here 3", "training.steps = 6, here 5"]
     assert changed_keys(continued, tiny.recipe(tmp_path)) == []
     assert changed_keys(Run(str(tmp_path)), other) == []
 
@@ -240,8 +281,8 @@ def test_a_damaged_line_of_the_metrics_is_left_out_and_named(
     shown = capsys.readouterr().out
     assert f"warning: {file}: left out the damaged line 2\n" in shown
     assert f"warning: {file}: left out the damaged line {len(lines) + 3}\n" in shown
-    assert [record.get("step") for record in read_until(file, 9)] == [1, None, 2, 3]
-    assert read_until(tmp_path / "absent", 2) == []
+    assert [record["step"] for record in RunFolder(run).records(9)] == [1, 2, 3]
+    assert RunFolder(tmp_path / "absent").records(2) == []
 
 
 def test_the_file_latest_means_the_newest_run(tmp_path: Path) -> None:
@@ -306,15 +347,14 @@ def test_a_file_that_this_user_may_not_use_is_refused_by_name(
 ) -> None:
     """Tests may run as root, who may use each file."""
     run = finished_run(tmp_path, 3)
-    locked, opened = run / file, Path.open
+    locked, opened = run / file, os.open
 
-    def refuse(path: Path, *arguments: object, **options: object) -> object:
-        if path == locked:
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) == locked:
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *arguments, **options)  # type: ignore[call-overload]
+        return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path, "rb").read())  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked)
     reason = f"[Errno 13] Permission denied: {str(locked)!r}. Free space, give this user the right to read"
     text = f"dump_folder = {str(tmp_path / 'runs')!r}: {reason}"
@@ -361,36 +401,19 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     assert not Path(alone.folder).parents[1].exists()
 
 
-RULED = """
-[[optimizer.rule]]
-match = "*"
-optimizer = "adamw"
-options = { betas = [0.5, 0.5] }
-"""
-
-
-def test_a_run_is_named_after_the_keys_of_the_command_line(tmp_path: Path) -> None:
+def test_a_runs_name_is_what_was_typed_with_optimizer_keys_first(tmp_path: Path) -> None:
     values = {"placement__muon": "owned", "training__global_batch_size": -1, "data__files": '["a/*", "ü"]'}
-    recipe = tiny.recipe(tmp_path, dump_folder=str(tmp_path / "other"), metrics__log_freq=1, **values)
-    keys = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
-    assert keys == ("dump_folder", "data.files", "placement.muon"), "the other values are the file's"
-    assert overrides_text(recipe, (*keys, "training.global_batch_size")) == ("files=-a-,placement=owned,batch=-1")
-    assert overrides_text(recipe, ("muon.lr", "adamw.lr")) == "muon.lr=0.001,adamw.lr=0.001"
-    assert len(overrides_text(recipe, ("data.files", "checkpoint.folder", "validator.freq") * 9)) <= 40
-
-
-def test_a_long_name_of_a_run_leaves_out_what_the_runs_beside_have_too(tmp_path: Path) -> None:
-    keys = ("training.steps", "training.seq_len", "parallelism.tensor_parallel_degree", "validator.freq", "muon.lr")
-    recipe = tiny.recipe(tmp_path)
-    alone = overrides_text(recipe, keys)
-    assert "tp=1" in alone
-    assert "muon.lr" not in alone
-    beside = f"20261128-055429_{','.join(alone.split(',')[:3])}"
-    assert "muon.lr" in overrides_text(recipe, keys, [beside])
-    assert "tp=1" in overrides_text(recipe, keys, [beside, "20261128-055429_tp=2"]), "these two differ by it"
-    ruled = tmp_path / "ruled.toml"
-    ruled.write_text(RULED)
-    assert keys_of_the_command_line(ruled, load(ruled)) == (), "options of rules are compared as the recipe has them"
+    recipe = tiny.recipe(tmp_path, dump_folder=str(tmp_path / "other"), **values)
+    typed = ("dump_folder", "data.files", "placement.muon", "training.global_batch_size", "muon.lr", "checkpoint.load")
+    assert run_name(recipe, typed) == "muon.lr=0.001,batch=-1,placement=owned"
+    assert run_name(recipe, ("muon.lr", "adamw.lr")) == "muon.lr=0.001,adamw.lr=0.001"
+    many = ("checkpoint.folder", "validator.freq", "training.seq_len", "training.max_norm", "data.vocab_size")
+    many += ("data.validation_fraction", "training.dtype", "lr_scheduler.decay_type", "adamw.weight_decay")
+    long, longer = run_name(recipe, many), run_name(recipe, (*many, "debug.deterministic"))
+    assert "adamw.weight_decay=0.1" in long, "an optimizer's key is never lost"
+    assert len(long) <= 120
+    assert long != longer
+    assert "+" in long
 
 
 def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
@@ -398,15 +421,7 @@ def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
     names = ["20260101-000000-3_a=a", "20260101-000000-2", "20260101-000000_a=z", "20250101-000000_z=z"]
     for name in sorted(names):
         (tmp_path / name).mkdir()
-    assert [path.name for path in run_folders(tmp_path)] == names
-
-
-def test_a_recipe_of_an_older_version_is_compared_with_the_defaults(tmp_path: Path) -> None:
-    """A new key has the default, and a removed key differs."""
-    file = tmp_path / "older.toml"
-    file.write_text("[muon]\nlr = 0.001\nold = 3\n")
-    recipe = replace(Recipe(), training=replace(Recipe().training, steps=6))
-    assert list(changes(recipe, file).values()) == ["training.steps = 1000, here 6", "muon.old = 3, here absent"]
+    assert [run.path.name for run in runs_in(tmp_path)] == names
 
 
 def test_the_recipe_of_an_earlier_version_is_read_with_todays_keys(tmp_path: Path) -> None:
@@ -416,6 +431,77 @@ def test_the_recipe_of_an_earlier_version_is_read_with_todays_keys(tmp_path: Pat
     expert = Expert(exchange="all_gather", on_bad_gradient="skip_step", eps=1e-9)
     recipe = load(file, saved=True)
     assert recipe.muon.expert == expert
-    assert not changes(recipe, file)
+    assert not RunFolder(tmp_path).changes(recipe)
     with pytest.raises(RecipeError, match=r"recipe.toml: muon.exchange = .* has moved"):
         load(file)
+
+
+def test_nothing_in_a_run_folder_is_opened_through_a_link(tmp_path: Path) -> None:
+    """Others may write to a shared folder of runs."""
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    names = ("running.lock", "recipe-until-step-3.toml", "run.json", "tokenizer.json", "recipe.toml", "latest")
+    for name in names:
+        run = finished_run(tmp_path, 3)
+        changed = tiny.recipe(tmp_path, checkpoint__load=str(run), training__steps=5)
+        opened = open_run(changed)
+        file = run.parent / name if name == "latest" else run / name
+        file.unlink(missing_ok=True)
+        file.symlink_to(victim)
+        if name == "running.lock":
+            with FolderLock() as lock, pytest.raises(RecipeError, match="is a symbolic link"):
+                lock.take(str(run))
+        else:
+            begin(opened, changed, tokenizer="{}")
+        assert victim.read_text() == "untouched", name
+
+
+def test_a_step_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    run, other = finished_run(tmp_path, 3), finished_run(tmp_path, 6)
+    (other / "checkpoint" / "step-6").rename(run / "checkpoint" / "step-6")
+    assert run_folder.damage(run / "checkpoint" / "step-6", RunFolder(run).id) == "the files are of another run"
+    with FolderLock() as lock:
+        opened = agree(tiny.recipe(tmp_path, checkpoint__load=str(run)), None, lock)
+    assert opened.step == 3
+    with pytest.raises(RecipeError, match="the files are of another run"):
+        RunFolder(run).checkpoint(6)
+
+
+def test_a_run_of_version_0_2_has_no_typed_keys_and_continues(tmp_path: Path) -> None:
+    run = Path(start(tiny.recipe(tmp_path)).folder)
+    (run / "run.json").unlink()
+    save(run, 3)
+    folder = RunFolder(run)
+    assert (folder.id, folder.typed, folder.world_size, folder.tokenizer) == (None, (), None, None)
+    assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).folder == str(run)
+
+
+def test_reading_a_run_imports_no_torch() -> None:
+    code = "import sys, titan_muon.titan.run_folder; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_tokenizer_of_a_run_is_read_when_its_text_is_gone(tmp_path: Path) -> None:
+    """Otherwise an export after new text would have another tokenizer than the weights."""
+    recipe = tiny.recipe(tmp_path, data__tokenizer="bpe", data__vocab_size=300)
+    trained = tokenizer_config(recipe.data).build(tokenizer_path="")
+    run = open_run(recipe)
+    begin(run, recipe, tokenizer=trained.text)
+    for file in (tmp_path / "corpus").iterdir():
+        file.unlink()
+    read = trainer_config(recipe, run, 1).tokenizer.build(tokenizer_path="")
+    assert (read.text, read.fingerprint) == (trained.text, trained.fingerprint)
+    (Path(run.folder) / "tokenizer.json").unlink()
+    with pytest.raises(RecipeError, match=r"tokenizer\.json is missing"):
+        _ = RunFolder(run.folder).tokenizer
+
+
+@pytest.mark.parametrize("state", [{"step": "abc"}, {"step": float("nan")}, {"step": -5}, {"step": 17}])
+def test_a_forged_state_of_the_trainer_is_refused(tmp_path: Path, state: dict[str, object]) -> None:
+    loaded = {"step": 20, "ntokens_seen": 1, "data_start": 0}
+    trainer = SimpleNamespace(state_dict=lambda: loaded)
+    checkpoints = mock.Mock(states={"train_state": trainer})
+    RunCheckpoints._check_train_state(checkpoints, tmp_path / "step-20")
+    loaded |= state
+    with pytest.raises(RecipeError, match="is not the state of this step"):
+        RunCheckpoints._check_train_state(checkpoints, tmp_path / "step-20")

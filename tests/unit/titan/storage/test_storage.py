@@ -27,7 +27,8 @@ compat.install()
 from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
 from titan_muon.titan.recipe.sections import Data  # noqa: E402
 from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
-from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, damage, read_checksums  # noqa: E402
+from titan_muon.titan.run_folder import CHECKSUMS, METADATA, damage  # noqa: E402
+from titan_muon.titan.storage.checksums import SummingWriter  # noqa: E402
 from titan_muon.titan.storage.reader import METADATA as ALLOWED_METADATA  # noqa: E402
 from titan_muon.titan.storage.reader import (  # noqa: E402
     PLAIN,
@@ -77,7 +78,7 @@ def test_checksums_name_every_file_and_a_whole_checkpoint_loads(checkpoint: Path
     assert [document[key] for key in ("format", "step", "world")] == [1, 3, 1]
     assert set(document["files"]) == {DATA, METADATA}
     assert flaw(checkpoint) is None
-    assert damage(checkpoint, None) is None
+    assert damage(checkpoint) is None
     loaded: dict[str, Any] = {"weight": torch.zeros(3, 4), "train_state": dict.fromkeys(STATE["train_state"], 0)}
     load(checkpoint, loaded)
     assert torch.equal(loaded["weight"], STATE["weight"])
@@ -99,11 +100,11 @@ def test_no_flipped_bit_of_any_file_passes(checkpoint: Path) -> None:
         good = (checkpoint / name).read_bytes()
         for _ in range(300):
             (checkpoint / name).write_bytes(flipped(good, draw))
-            assert name in str(damage(checkpoint, None))
+            assert name in str(damage(checkpoint))
             # Without checksums a pickle of garbage raises MemoryError, TypeError and more, and none may escape.
             reasons += name == METADATA and flaw(checkpoint) is not None
         (checkpoint / name).write_bytes(good)
-    assert damage(checkpoint, None) is None
+    assert damage(checkpoint) is None
     assert reasons > 200
 
 
@@ -129,16 +130,16 @@ def test_wrong_checksums_are_reported_and_vouch_for_no_file(
     file = checkpoint / CHECKSUMS
     document = json.loads(file.read_text())
     file.write_text(json.dumps({**document, key: change(document[key])}))
-    assert reason in str(damage(checkpoint, None))
+    assert reason in str(damage(checkpoint))
     file.write_text("[]")
-    assert "cannot be read" in str(damage(checkpoint, None))
+    assert "cannot be read" in str(damage(checkpoint))
 
 
 def test_files_outside_of_the_folder_and_devices_are_not_read(checkpoint: Path) -> None:
     """A device would be read for ever."""
     (checkpoint / DATA).unlink()
     (checkpoint / DATA).symlink_to("/dev/zero")
-    assert f"{DATA} cannot be read" in str(damage(checkpoint, None))
+    assert f"{DATA} cannot be read" in str(damage(checkpoint))
     (checkpoint / CHECKSUMS).unlink()
     metadata = SafeReader(checkpoint).read_metadata()
     for index, entry in metadata.storage_data.items():
@@ -147,15 +148,26 @@ def test_files_outside_of_the_folder_and_devices_are_not_read(checkpoint: Path) 
     assert f"{METADATA} names ../other.distcp outside of the checkpoint" in str(flaw(checkpoint))
 
 
+def test_a_data_file_without_a_checksum_is_damage(checkpoint: Path) -> None:
+    """Otherwise a flipped byte of this file would be loaded."""
+    document = json.loads((checkpoint / CHECKSUMS).read_text())
+    entry = document["files"].pop(DATA)
+    (checkpoint / CHECKSUMS).write_text(json.dumps(document))
+    assert f"{CHECKSUMS} has no entry for {DATA}" in str(damage(checkpoint))
+    document["files"][DATA] = entry
+    (checkpoint / CHECKSUMS).write_text(json.dumps(document))
+    (checkpoint / "more.distcp").write_bytes(b"x")
+    assert f"{CHECKSUMS} has no entry for more.distcp" in str(damage(checkpoint))
+
+
 def test_missing_and_short_files_are_named(checkpoint: Path) -> None:
     data = checkpoint / DATA
     data.write_bytes(data.read_bytes()[:-10])
-    assert "bytes" in str(damage(checkpoint, None))
+    assert "bytes" in str(damage(checkpoint))
     data.unlink()
-    assert f"{DATA} cannot be read" in str(damage(checkpoint, None))
+    assert f"{DATA} cannot be read" in str(damage(checkpoint))
     (checkpoint / CHECKSUMS).unlink()
-    assert read_checksums(checkpoint) is None
-    assert damage(checkpoint, None) is None, "a checkpoint of an earlier version has no checksums"
+    assert "checksums.json is missing" in str(damage(checkpoint))
 
 
 def test_hostile_metadata_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
