@@ -1,10 +1,11 @@
 """The rows: which training equals which reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tests.parity.layouts import BLOCKS, FUSED, MATRICES, ODD, STACKS
+from tests.parity.layouts import BLOCKS, DEVICE, FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
 from titan_muon.options import Machine
@@ -17,6 +18,8 @@ SLOW_COMPUTE = Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_laten
 """Slow compute, for matrices that several ranks share."""
 
 ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")
+CLOSE_ON_GPU = 0.1
+"""A misplaced piece is an error of 1."""
 TWO = ("plain", "replicated", "fsdp", "tp columns")
 FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies", "ep x rows", "plain", "replicated")
 EIGHT = ("fsdp", "hsdp", "hsdp x tp", "hsdp x ep")
@@ -88,6 +91,13 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
     return [*options(), *ranges(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
+
+
+def exchanged() -> list[Row]:
+    """Rows of four ranks for every layout and exchange. On a GPU they are close, not equal: it rounds by shapes."""
+    chosen = [*layouts(), *options()]
+    close = {"close": CLOSE_ON_GPU} if DEVICE.type == "cuda" else {}
+    return [replace(item, **close) for item in chosen if item.world == 4 and not item.error]
 
 
 def layouts() -> list[Row]:
