@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULT_CHARACTERS = 400
@@ -75,6 +77,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
+
+
+@contextmanager
+def one_process(device: torch.device) -> Iterator[None]:
+    """A process group of this process, over NCCL on a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import platform
@@ -19,9 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ LEAST_SECONDS = 5
 TRAVELLING = ROOT / ".cache/wheels"
 """Wheels, the folder `dion` and `corpus.jsonl`, as `make gpu-wheels` collects them."""
 PACKAGES = ("torchtitan", "triton", "gram-newton-schulz", "quack-kernels", "emerging-optimizers")
-PARITY_RANKS, PARITY_SECONDS, PARITY_ROWS_CPU = 4, 20.0, 8
+PARITY_RANKS, PARITY_SECONDS, REHEARSED_ROWS = 4, 20.0, 8
 RATES = ("2e-3", "1e-3", "4e-3")
 """Learning rates of the trainings, the likeliest best one first, because time may run out."""
 CONFIG = "benchmarks/gpu/llama_42m.toml"
+RANK, PEERS = "benchmarks.one_gpu.one_rank.measure", "benchmarks.gpu.peers.compare"
+TRAIN = "benchmarks.gpu.__main__.train"
 WAYS: Mapping[str, tuple[str, ...]] = {
     "muon": ("--config", CONFIG),
     "adamw": ("--config", CONFIG.replace(".toml", "_adamw.toml")),
@@ -55,32 +57,17 @@ TINY = ("--model.flavor", "tiny_64", "--data.tokenizer", "bytes", "--data.vocab_
 
 @dataclass(frozen=True)
 class Part:
-    """A process of a call, and its time-out in seconds."""
+    """A process of a call, its time-out in seconds, and its function, which takes arguments, the rows and a device."""
 
     name: str
     seconds: int
-    run: Callable[[Rows, torch.device], None]
+    function: str
+    arguments: tuple[str, ...] = ()
 
-
-def world_of(name: str, rows: Rows, device: torch.device) -> None:
-    """One rank of a large world."""
-    from benchmarks.one_gpu.one_rank import measure
-
-    measure(name, rows, device)
-
-
-def calibration(rows: Rows, device: torch.device) -> None:
-    """Costs of launches, and rates."""
-    from benchmarks.gpu.calibrate import calibrate
-
-    calibrate(rows, device)
-
-
-def peers(workload: str, rows: Rows, device: torch.device) -> None:
-    """Contenders in rotation."""
-    from benchmarks.gpu.peers import compare
-
-    compare(workload, rows, device)
+    def run(self, rows: Rows, device: torch.device) -> None:
+        """Import and call the function. A part imports only what it needs."""
+        module, _, name = self.function.rpartition(".")
+        getattr(importlib.import_module(module), name)(*self.arguments, rows, device)
 
 
 def parity(rows: Rows, device: torch.device) -> None:
@@ -93,7 +80,7 @@ def parity(rows: Rows, device: torch.device) -> None:
 
     world = World(PARITY_RANKS, quiet=True)
     claims = exchanged()
-    for claim in claims if device.type == "cuda" else claims[:PARITY_ROWS_CPU]:
+    for claim in claims if device.type == "cuda" else claims[:: len(claims) // REHEARSED_ROWS]:
         if rows.is_over:
             break
         with rows.faults(measured="parity", row=claim.name):
@@ -102,13 +89,6 @@ def parity(rows: Rows, device: torch.device) -> None:
             rows.write(measured="parity", row=claim.name, equal=not any(found), differences=found,
                        seconds=time.monotonic() - begin)  # fmt: skip
     world.close()
-
-
-def capture(rows: Rows, device: torch.device) -> None:
-    """A captured step beside an eager one."""
-    from benchmarks.gpu.peers import capture as measured
-
-    measured(rows, device)
 
 
 def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
@@ -134,14 +114,21 @@ def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
 
 CALLS: Mapping[int, tuple[Part, ...]] = {
     1: (
-        Part("calibrate", 60, calibration),
-        *(Part(f"rank {name}", most, partial(world_of, name))
-          for name, most in (("qwen3_8b", 90), ("qwen3_30b_a3b", 110), ("kimi_k2", 200))),
+        Part("calibrate", 60, "benchmarks.gpu.calibrate.calibrate"),
+        Part("rank qwen3_8b", 90, RANK, ("qwen3_8b",)),
+        Part("rank qwen3_30b_a3b", 110, RANK, ("qwen3_30b_a3b",)),
+        Part("rank kimi_k2", 200, RANK, ("kimi_k2",)),
     ),
-    2: tuple(Part(f"peers {name}", most, partial(peers, name)) for name, most in (("Qwen3-1.7B", 290), ("128 experts", 150))),
-    3: (Part("parity", 90, parity), Part("capture", 120, capture)),
-    4: tuple(Part(f"{way} {rate}", 120, partial(train, rate, way)) for rate in RATES for way in WAYS),
-}  # fmt: skip
+    2: (
+        Part("peers, Qwen3-1.7B", 290, PEERS, ("Qwen3-1.7B",)),
+        Part("peers, 128 experts", 150, PEERS, ("128 experts",)),
+    ),
+    3: (
+        Part("parity", 90, "benchmarks.gpu.__main__.parity"),
+        Part("capture", 120, "benchmarks.gpu.peers.capture"),
+    ),
+    4: tuple(Part(f"{way}, {rate}", 120, TRAIN, (rate, way)) for rate in RATES for way in WAYS),
+}
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu import Clock, Rows
+from benchmarks.gpu import Clock, Rows, one_process
 from benchmarks.one_gpu.links import DTYPES, MeasuredMachine, matmul_rate, memory_rate
 
 CALLS = {"cuda": 200, "cpu": 20}
@@ -30,15 +29,10 @@ MACHINE = "machine.json"
 def calibrate(rows: Rows, device: torch.device) -> None:
     """A row for each kind of launch, for the queue and for the rates, and the planner's file of the machine."""
     clock = Clock(device)
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if clock.is_gpu else "gloo"
-        with rows.faults(measured="process group"):
-            dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    with one_process(device):
         for name, make in launches(device).items():
             with rows.faults(measured=name):
                 rows.write(measured=name, **microseconds(make(), clock))
-        if dist.is_initialized():
-            dist.destroy_process_group()
     with rows.faults(measured="launch queue"):
         rows.write(measured="launch queue", **queue(device))
     with rows.faults(measured="rates"):

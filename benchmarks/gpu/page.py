@@ -14,15 +14,15 @@ DOCS = ROOT / "docs/results"
 DATA, OLD, PAGE, PICTURE = "gpu_calls.jsonl", "gpu.json", "gpu.md", "gpu_loss.png"
 HEAD = """# Figures of GPUs
 
-`python -m benchmarks.gpu --page ROWS` writes this page from `gpu_calls.jsonl`, the rows of `make gpu` ([gpu.md](../gpu.md)), and from
-`gpu.json`, the figures of one H200 by a former version of the benchmarks. [h200.md](h200.md) reads the latter.
+`python -m benchmarks.gpu --page ROWS` writes this page from `gpu_calls.jsonl`, the rows of `make gpu`
+([gpu.md](../gpu.md)), and from `gpu.json`, the figures of one H200 by a former version of the benchmarks. [h200.md](h200.md) reads the latter.
 """
 NOT_RUN = "\nNo GPU has run the four calls.\n"
 OLD_HEAD = """
 # Former figures
 
-`gpu.json`: one H200 on 2026-11-27. `passes ms` of rows with `fused` miss kernels of Triton, and `host ms` of large worlds include waits for
-a place in the launch queue. Rows named `model` are the planner's.
+`gpu.json`: one H200 on 2026-11-27. `passes ms` of rows with `fused` miss kernels of Triton, and `host ms` of large
+worlds include waits for a place in the launch queue. Rows named `model` are the planner's.
 """
 TITLES = {1: "Launches, and one rank of large worlds", 2: "Contenders", 3: "Exchange and capture", 4: "Training"}
 HIDDEN = ("call", "part", "source", "kernels", "log", "commands")

@@ -1,4 +1,4 @@
-"""Steps of Muons beside each other in one process, in rotation, on plain tensors; and a captured step beside an eager one.
+"""Steps of Muons in one process, in rotation, on plain tensors; and a captured step beside an eager one.
 
 All contenders share weights and gradients and have a state of their own. Each gets five steps of Keller Jordan's
 coefficients, as far as it can be told so; the column `coefficients` says which it has.
@@ -6,21 +6,18 @@ coefficients, as far as it can be told so; the column `coefficients` says which 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.contenders import HYPERPARAMETERS, JORDAN, dist_muon, ours, torch_muon
-from benchmarks.gpu import Clock, Rows
+from benchmarks.contenders import HYPERPARAMETERS, JORDAN, dist_muon, torch_muon
+from benchmarks.gpu import Clock, Rows, one_process
 from titan_muon import Expert, Muon
 from titan_muon.orthogonalize import iterate, iteration
 
@@ -105,10 +102,6 @@ def _ours(params: Parameters, **expert: Any) -> Step:
     return Muon(list(params.items()), expert=Expert(**expert), **HYPERPARAMETERS).build().step  # type: ignore[arg-type]
 
 
-def _reference(params: Parameters) -> Step:
-    return ours("auto", params, None).build().step
-
-
 def _adamw(params: Parameters) -> Step:
     return torch.optim.AdamW(params.values(), lr=LR, weight_decay=DECAY, fused=True).step
 
@@ -116,7 +109,7 @@ def _adamw(params: Parameters) -> Step:
 CONTENDERS: Mapping[str, Contender] = {
     "torch.optim.Muon": Contender(_torch),
     "ours": Contender(_ours),
-    "ours, reference": Contender(_reference),
+    "ours, reference": Contender(partial(_ours, orthogonalize="reference")),
     "ours, fused": Contender(partial(_ours, fused=True)),
     "ours, cuda_graph": Contender(partial(_ours, cuda_graph=True)),
     "gram-newton-schulz": Contender(partial(_gram, kernels=True)),
@@ -128,18 +121,6 @@ CONTENDERS: Mapping[str, Contender] = {
     "AdamW, fused": Contender(_adamw, "none"),
     "torch.optim.Muon, compiled": Contender(partial(_torch, compiled=True), late=True),
 }
-
-
-@contextmanager
-def one_process(device: torch.device) -> Iterator[None]:
-    """A process group of this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def parameters(shapes: Mapping[tuple[int, int], int], device: torch.device) -> Parameters:
