@@ -15,7 +15,8 @@ DATA, OLD, PAGE, PICTURE = "gpu_calls.jsonl", "gpu.json", "gpu.md", "gpu_loss.pn
 HEAD = """# Figures of GPUs
 
 `python -m benchmarks.gpu --page ROWS` writes this page from `gpu_calls.jsonl`, the rows of `make gpu`
-([gpu.md](../gpu.md)), and from `gpu.json`, the figures of one H200 by a former version of the benchmarks. [h200.md](h200.md) reads the latter.
+([gpu.md](../gpu.md)), and from `gpu.json`, the figures of one H200 by a former version of the benchmarks.
+[h200.md](h200.md) reads the latter.
 """
 NOT_RUN = "\nNo GPU has run the four calls.\n"
 OLD_HEAD = """
