@@ -88,6 +88,10 @@ def _emerging(params: Parameters) -> Step:
 
 
 def _dist_muon(params: Parameters) -> Step:
+    from titan_muon.titan.torchtitan import compat
+
+    # Before the import of TorchTitan, which copies the device.
+    compat.install()
     device = next(iter(params.values())).device.type
     mesh = init_device_mesh(device, (1,), mesh_dim_names=("fsdp",))
     whole = {}
