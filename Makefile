@@ -10,8 +10,8 @@
 # make integrations  the examples in Transformers, TRL, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
 # make lm-eval  exports to Hugging Face, and lm-eval on one, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
-# make gpu     every check and figure that needs GPUs; CALL=1, 2 or 3 is a part of it for one GPU, at most 7 minutes each
-# make gpu-wheels  a few MB of packages for make gpu on a machine without a network, in .cache/wheels
+# make gpu     CALL=1, 2, 3 or 4: what is measured on one GPU, at most 8 minutes each; DEVICE=cpu rehearses it
+# make gpu-wheels  packages and a corpus for make gpu on a machine without a network, in .cache/wheels
 # make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
 # make wheel   the wheel in .cache/wheel, installed in an environment of its own, where it plans and trains outside of the checkout
 # make site    README and docs as a searchable site in site/; a dead link fails
@@ -50,14 +50,15 @@ WORKERS ?= -n 3 --dist worksteal
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 LONG ?= 10
-# An interpreter whose torch fits the GPU's driver; by default the first of python3, python and the environments here with a GPU.
-PYTHON_GPU ?=
+# An interpreter with a PyTorch that fits the GPU's driver; by default the first of these with any.
+PYTHON_GPU ?= $(firstword $(foreach name,$(PYTHON) $(BIN)/python $(NEWEST)/bin/python,$(shell $(name) -c 'import torch' 2> /dev/null && echo $(name))))
 CALL ?=
-# cpu: rehearse, although there is a GPU.
-DEVICE ?=
+DEVICE ?= auto
 # What an image with PyTorch often lacks, and the Python of that image.
 WHEELS := .cache/wheels
-WHEEL_NAMES := torchtitan|datasets|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|typeguard|einops
+WHEEL_NAMES := torchtitan|datasets|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|typeguard|einops|tokenizers
+# The peers of call 2. quack-kernels needs nvidia-cutlass-dsl-libs-base too, of 75 MB: PEERS="... nvidia-cutlass-dsl-libs-base==4.5.2".
+PEERS ?= gram-newton-schulz==0.1.6 quack-kernels==0.5.0 nvidia-cutlass-dsl==4.5.2 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext emerging-optimizers==0.3.0 absl-py
 WHEEL_PYTHON ?= 3.12
 
 # An environment: $(call create,version,folder)
@@ -159,15 +160,17 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev,zoo]'
 	touch $@
 
-# Any Python runs it, and looks for the interpreter of the parts.
 gpu:
-	$(PYTHON) -m benchmarks.gpu.run $(if $(CALL),--call $(CALL)) $(if $(PYTHON_GPU),--python $(PYTHON_GPU)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+	$(PYTHON_GPU) -m benchmarks.gpu --call $(CALL) --device $(DEVICE) $(ARGS)
 
-gpu-wheels:
-	rm -rf $(WHEELS)
+# dion is on no index: put a copy of its repository into .cache/wheels/dion.
+gpu-wheels: venv
+	rm -f $(WHEELS)/*.whl
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(WHEEL_PYTHON) \
-		--dest $(WHEELS) $$(grep -E '^($(WHEEL_NAMES))==' constraints.txt)
-	ls -s --block-size=K $(WHEELS)
+		$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
+		--dest $(WHEELS) $$(grep -E '^($(WHEEL_NAMES))==' constraints.txt) $(PEERS)
+	$(BIN)/python -m benchmarks.gpu --corpus
+	du -sh $(WHEELS)/*
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_step import barrier, start
 from benchmarks.contenders import MODELS, Model, ours, sharded
-from benchmarks.gpu.links import link_of, measure_links, memory_rate
+from benchmarks.one_gpu.links import link_of, measure_links, memory_rate
 from titan_muon import Muon
 from titan_muon.orthogonalize import Dispatch, iteration, orthogonalize
 from titan_muon.plan.cost.timeline import timeline

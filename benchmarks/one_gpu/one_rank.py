@@ -1,22 +1,16 @@
-"""The step of one rank of a large world on one GPU, beside the planner's times: host, device, launches, and memory.
+"""The step of one rank of a large world on one GPU, beside the planner's times: host, kernels by stage, idle, memory.
 
-    python -m benchmarks.one_gpu.one_rank --world qwen3_8b --device cuda --json rank.json
-
-The rank is the slowest of the modelled step. PyTorch's fake process group plays the other ranks, and noise is copied to
-where their pieces would arrive, so that waits for links are absent. `--device cpu` steps a tiny world, and plans the
-named one.
+`python -m benchmarks.gpu --call 1` runs it. The rank is the slowest of the modelled step. PyTorch's fake process group
+plays the other ranks, and noise is copied to where their pieces would arrive, so that waits for links are absent. A
+rehearsal on the CPU steps a tiny world, and plans the named one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -28,10 +22,10 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.gpu import Clock, Rows
 from benchmarks.one_gpu.worlds import Row, World, placement_of, read
 from titan_muon import Expert, Muon
 from titan_muon.adam import AdamW
-from titan_muon.algorithms.fused import usable
 from titan_muon.comm.clip import NormCheck
 from titan_muon.comm.exchange import Collectives
 from titan_muon.engine import plan_step
@@ -39,11 +33,15 @@ from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.step.rank import dispatch_of, planning_machine
+from titan_muon.tensors.process_groups import forget_meshes
 
 NOISE = 1e-3
 """Size of received numbers: a larger one would break the bound on updates."""
-FASTER = 0.98
-"""Largest ratio of two times that counts as faster."""
+LOST = 0.01
+"""Largest share of the kernels' time without a stage."""
+COLUMNS = 16
+"""Columns of narrow tensors: enough for vector accesses."""
+REPEATS = {"cuda": 6, "cpu": 2}
 GIB = 2**30
 KERNELS = 40
 """Most kernels in the details."""
@@ -85,45 +83,6 @@ class OneRankMuon(Muon):
     """Muon in a world with a single real rank."""
 
     transport = Noise
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Times of calls on a device. On the CPU, host and device are one."""
-
-    device: torch.device
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def once(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Milliseconds of the host and of the device."""
-        self.wait()
-        begin = time.perf_counter()
-        if self.device.type != "cuda":
-            run()
-            return (milliseconds := 1e3 * (time.perf_counter() - begin)), milliseconds
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        host = time.perf_counter() - begin
-        self.wait()
-        return 1e3 * host, start.elapsed_time(end)
-
-    def medians(self, run: Callable[[], object], repeats: int) -> dict[str, float]:
-        """Medians of single calls, and the mean of calls back to back, in which the host is ahead."""
-        times = [self.once(run) for _ in range(repeats)]
-        self.wait()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        self.wait()
-        together = 1e3 * (time.perf_counter() - begin) / repeats
-        host, device = (median(column) for column in zip(*times, strict=True))
-        return {"device ms": device, "host ms": host, "back to back ms": together}
 
 
 @contextlib.contextmanager
@@ -189,8 +148,7 @@ def modelled(plan: Plan, rank: int, gpu: str) -> dict[str, Any]:
     seconds = next(item for item in timeline(plan, rates).ranks if item.rank == rank)
     cost = next(item for item in summarize(plan).ranks if item.rank == rank)
     return {
-        "source": "model",
-        "step": rates.name,
+        "step": f"model of {rates.name}",
         "device ms": 1e3 * (seconds.orthogonalize + seconds.passes),
         "host ms": 1e3 * seconds.host,
         "newton_schulz ms": 1e3 * seconds.orthogonalize,
@@ -201,54 +159,75 @@ def modelled(plan: Plan, rank: int, gpu: str) -> dict[str, Any]:
 
 
 class Rank:
-    """The optimizers of one rank of a world on a device."""
+    """The optimizers of one rank of a world on a device, with two sets of gradients.
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    `narrow`: every tensor has few columns, so that a step has launches but no work, and no launch waits for a place in
+    the device's queue.
+    """
+
+    def __init__(self, world: World, device: torch.device, *, narrow: bool = False) -> None:
+        if narrow:
+            world = replace(world, rows=tuple(map(narrowed, world.rows)))
         self.world, self.device, self.clock = world, device, Clock(device)
         self._groups = groups_of(world, "muon", device)
-        others = groups_of(world, "adamw", device)
-        others = [{**g, "betas": tuple(g["betas"]), "params": [p for _, p in g["params"]]} for g in others]
-        self.adamw = AdamW(others, foreach=device.type != "cuda", fused=device.type == "cuda")
         self._finite = torch.ones((), device=device)
+        self._params = [p for group in self._groups for _, p in group["params"]]
+        self._gradients = [[p.grad for p in self._params], [torch.empty_like(p).copy_(p.grad) for p in self._params]]
+
+    def adamw(self) -> AdamW:
+        """The other optimizer of the recipe, for the rest of the parameters."""
+        groups = groups_of(self.world, "adamw", self.device)
+        groups = [{**g, "betas": tuple(g["betas"]), "params": [p for _, p in g["params"]]} for g in groups]
+        return AdamW(groups, foreach=not self.clock.is_gpu, fused=self.clock.is_gpu)
 
     def muon(self, *, fused: bool) -> Muon:
         """Muon with a built plan."""
         groups = [dict(group) for group in self._groups]
         return OneRankMuon(groups, split=splits_of(self.world), expert=Expert(fused=fused)).build()
 
-    def recipe_step(self, muon: Muon) -> None:
-        """A step as recipes take it: the device may undo it after a non-finite norm."""
-        muon.skip_unless_finite(NormCheck(self._finite, (), torch.zeros(0)))
-        muon.step()
+    def set_gradients(self, step: int, *, new: bool) -> None:
+        """Constant gradients, or tensors at other addresses than in the step before, as FSDP2 makes them."""
+        for param, gradient in zip(self._params, self._gradients[step % 2 if new else 0], strict=True):
+            param.grad = gradient.detach() if new else gradient
 
-    def measured(self, muon: Muon, step: Callable[[], object], repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Times, launches and memory of a step, and the details of its kernels."""
-        for _ in range(3):
+    def step_of(self, muon: Muon, *, skippable: bool) -> Callable[[], object]:
+        """A step. A skippable one may be undone by the device after a norm that is not finite."""
+        if not skippable:
+            return muon.step
+
+        def step() -> None:
+            muon.skip_unless_finite(NormCheck(self._finite, (), torch.zeros(0)))
+            muon.step()
+
+        return step
+
+    def measured(self, step: Callable[[], object], repeats: int, *, new: bool) -> dict[str, Any]:
+        """Columns of a step: medians of the times, kernels by stage, idle, launches, and memory."""
+        for number in range(3):
+            self.set_gradients(number, new=new)
             step()
         self.clock.wait()
-        memory = Memory(self.device)
-        times = self.clock.medians(step, repeats)
-        figures = {**times, **memory.figures(2 * repeats)}
-        launches, stages, kernels = traced(step, self.device)
-        stage_ms = {
-            "newton_schulz ms": stages.get("orthogonalize", 0.0),
-            "passes ms": stages.get("advance", 0.0) + stages.get("apply", 0.0),
-        }
-        # Last, because a step that raises is left half done.
-        row = {**figures, "launches": launches, **stage_ms, **self._waits(step)}
-        return row, {"stages ms": stages, "kernels": kernels}
-
-    def _waits(self, step: Callable[[], object]) -> dict[str, Any]:
-        if self.device.type != "cuda":
-            return {}
-        torch.cuda.set_sync_debug_mode("error")
+        memory, times = Memory(self.device), []
+        for number in range(repeats):
+            self.set_gradients(number, new=new)
+            times.append(self.clock.once(step))
+        columns = {name: median(item.columns()[name] for item in times) for name in times[0].columns()}
+        columns.update(memory.figures(repeats))
         try:
-            step()
-        except RuntimeError as error:
-            return {"host waits": str(error)[:100]}
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return {"host waits": "no"}
+            trace = traced(step, self.clock)
+        except AssertionError as fault:
+            # The times hold nevertheless.
+            return {**columns, "error": str(fault)}
+        idle = columns["device ms"] - trace.total
+        # A plan of narrow tensors has fewer buckets, so that its host time counts by launch.
+        columns["host us a launch"] = 1e3 * columns["host ms"] / trace.launches
+        return {**columns, "kernels ms": trace.total, "idle ms": idle, "launches": trace.launches,
+                "stages ms": trace.stages, "kernels": trace.table()}  # fmt: skip
+
+
+def narrowed(row: Row) -> Row:
+    """A parameter of the same name with few columns."""
+    return replace(row, shape=(*row.shape[:-1], min(row.shape[-1], COLUMNS))) if len(row.shape) > 1 else row
 
 
 class Memory:
@@ -261,119 +240,140 @@ class Memory:
             self._held, self._before = torch.cuda.memory_allocated(device), torch.cuda.memory_stats(device)
 
     def figures(self, steps: int) -> dict[str, Any]:
-        """Memory beyond the tensors at rest, reserved memory, and allocations per step; empty on the CPU."""
+        """Memory at rest and beyond, allocations per step, and calls of the driver in all; empty on the CPU."""
         if self.device.type != "cuda":
             return {}
         after = torch.cuda.memory_stats(self.device)
-        keys = ("num_device_alloc", "num_alloc_retries", "allocation.all.allocated")
         # Some allocators do not count everything.
-        made = {key: after.get(key, 0) - self._before.get(key, 0) for key in keys}
+        made, driver = (
+            after.get(key, 0) - self._before.get(key, 0) for key in ("allocation.all.allocated", "num_device_alloc")
+        )
+        peak = torch.cuda.max_memory_allocated(self.device)
         return {
             "held GiB": self._held / GIB,
-            "temporary GiB": (torch.cuda.max_memory_allocated(self.device) - self._held) / GIB,
-            "reserved GiB": torch.cuda.max_memory_reserved(self.device) / GIB,
-            "allocations": made["allocation.all.allocated"] // steps,
-            "cudaMallocs": made["num_device_alloc"],
-            "retries": made["num_alloc_retries"],
+            "temporary GiB": (peak - self._held) / GIB,
+            "allocations": made // steps,
+            "cudaMallocs": driver,
         }
 
 
-def traced(step: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float], list[list[Any]]]:
-    """Launches of a step (operators on the CPU), milliseconds by stage, and the kernels with most time."""
-    is_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel or copy: name, milliseconds, and the start of its launch on the host in ns, None if unknown."""
+
+    name: str
+    spent: float
+    launch: int | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Kernels of a step, and their milliseconds by stage."""
+
+    kernels: tuple[Kernel, ...]
+    stages: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of all kernels."""
+        return sum(kernel.spent for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """Number of kernels and copies."""
+        return len(self.kernels)
+
+    def table(self) -> list[list[Any]]:
+        """Names, counts and milliseconds of the kernels with most time."""
+        by_name: dict[str, list[Kernel]] = {}
+        for kernel in self.kernels:
+            by_name.setdefault(kernel.name[:110], []).append(kernel)
+        spent = {name: sum(kernel.spent for kernel in kernels) for name, kernels in by_name.items()}
+        names = sorted(spent, key=lambda name: (-spent[name], name))[:KERNELS]
+        return [[name, len(by_name[name]), spent[name]] for name in names]
+
+
+def traced(step: Callable[[], object], clock: Clock) -> Trace:
+    """Trace of a step. On the CPU, operators that no other operator calls are its kernels."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if clock.is_gpu else [])]
     with profile(activities=activities) as profiler:
         step()
-        Clock(device).wait()
+        clock.wait()
+    assert profiler.profiler is not None, "a profile that has ended has its events"
+    return attributed(profiler.profiler.kineto_results.events(), on_gpu=clock.is_gpu)
+
+
+def attributed(events: Sequence[Any], *, on_gpu: bool) -> Trace:
+    """Kernels of a profile by the stage in which the host launched them.
+
+    A kernel and the call that launched it have equal correlation ids, also where Triton launches. The profiler's own
+    ranges of the device miss such kernels. Raises AssertionError if stages and kernels differ by more than 1 %.
+    """
+    host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    ranges = [
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name().removeprefix("Muon.").split()[0])
+        for event in host
+        if event.name().startswith("Muon.")
+    ]
+    if on_gpu:
+        calls = {event.correlation_id(): event.start_ns() for event in host if event.name().startswith("cu")}
+        # A range of the host is listed again among the device's events.
+        ranged = {event.name() for event in host}
+        kernels = tuple(
+            Kernel(event.name(), event.duration_ns() / 1e6, calls.get(event.correlation_id()))
+            for event in events
+            if event.device_type() == torch.autograd.DeviceType.CUDA and event.name() not in ranged
+        )
+    else:
+        kernels = tuple(outermost(event for event in host if event.name().startswith("aten::")))
     stages: dict[str, float] = {}
-    kernels: dict[str, list[Any]] = {}
-    kind = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
-    for event in profiler.events():
-        if event.name.startswith("Muon."):
-            stage = event.name.removeprefix("Muon.").split()[0]
-            # A GPU's range is listed a second time, as an annotation of the device.
-            if event.device_type == torch.autograd.DeviceType.CPU:
-                spent = event.device_time_total if is_gpu else event.cpu_time_total
-                stages[stage] = stages.get(stage, 0.0) + spent / 1e3
-        elif event.device_type == kind and (is_gpu or event.name.startswith("aten::")):
-            count, spent = kernels.get(event.name[:110], [0, 0.0])
-            kernels[event.name[:110]] = [count + 1, spent + (event.device_time if is_gpu else event.cpu_time) / 1e3]
-    table = sorted(([name, *values] for name, values in kernels.items()), key=lambda row: -row[2])
-    return sum(row[1] for row in table), stages, table[:KERNELS]
+    for kernel in kernels:
+        if kernel.launch is not None:
+            # The last range that contains the launch is the innermost.
+            inside = [(begin, stage) for begin, end, stage in ranges if begin <= kernel.launch < end]
+            stage = max(inside)[1] if inside else "outside"
+            stages[stage] = stages.get(stage, 0.0) + kernel.spent
+    trace = Trace(kernels, stages)
+    lost = abs(sum(stages.values()) - trace.total)
+    assert lost <= LOST * trace.total, f"stages have {sum(stages.values()):.3f} ms, and kernels {trace.total:.3f} ms"
+    return trace
 
 
-def fused_is_faster(milliseconds: Mapping[str, float]) -> bool:
-    """Whether `fused` shortens the plain and the recipe's step, from the times of all four."""
-    pairs = (("fused", "plain"), ("recipe, fused", "recipe"))
-    return all(milliseconds[fused] < FASTER * milliseconds[foreach] for fused, foreach in pairs)
+def outermost(operators: Iterable[Any]) -> Iterator[Kernel]:
+    """Operators that are not inside of another one on the same thread."""
+    ends: dict[int, int] = {}
+    for event in sorted(operators, key=lambda event: (event.start_ns(), -event.duration_ns())):
+        if event.start_ns() >= ends.get(event.start_thread_id(), 0):
+            ends[event.start_thread_id()] = event.start_ns() + event.duration_ns()
+            yield Kernel(event.name(), event.duration_ns() / 1e6, event.start_ns())
 
 
-def steps(rank: Rank, gpu: str, source: str, repeats: int, save: Callable[[dict[str, Any]], None]) -> None:
-    """Measure every kind of step, and save the figures after each."""
-    rows: list[dict[str, Any]] = []
-    details: dict[str, Any] = {}
-    figures: dict[str, Any] = {"rows": rows, "details": details, "fused_is_faster": None}
-    # With `fused`, a step may be undone too, so that the steps of recipes are compared.
-    variants = {
-        "plain": False,
-        "recipe": False,
-        **({"fused": True, "recipe, fused": True} if usable(rank.device.type) else {}),
-    }
-    muon, built = None, None
-    for name, fused in variants.items():
-        if built != fused:
-            muon = None
-            begin = time.perf_counter()
-            muon, built = rank.muon(fused=fused), fused
-            figures["build s" + (", fused" if fused else "")] = time.perf_counter() - begin
-        assert muon is not None, "the first variant builds one"
-        if not rows:
-            rows.append(modelled(muon.plan, rank.world.rank, gpu))
-        step = (lambda m=muon: rank.recipe_step(m)) if "recipe" in name else muon.step
-        row, details[name] = rank.measured(muon, step, repeats)
-        built = None if row.get("host waits", "no") != "no" else fused
-        share = {"of model": row["device ms"] / rows[0]["device ms"]} if source == "measured" else {}
-        rows.append({"source": source, "step": name, **row, **share})
-        save(figures)
-    for _ in range(3):
-        rank.adamw.step()
-    rows.append({"source": source, "step": "AdamW of the rest", **rank.clock.medians(rank.adamw.step, repeats)})
-    by_step = {row["step"]: row["device ms"] for row in rows}
-    if "recipe, fused" in by_step and source == "measured":
-        figures["fused_is_faster"] = fused_is_faster(by_step)
-    save(figures)
-
-
-def main(words: Sequence[str]) -> int:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", required=True, help="a name in worlds.json")
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args(words)
-    world, device = read(options.world), torch.device(options.device)
-    is_gpu = device.type == "cuda"
-    rehearsed: list[dict[str, Any]] = []
-
-    def save(figures: dict[str, Any]) -> None:
-        document = {"world": options.world, "ranks": world.size, "rank": world.rank, **figures}
-        document["rows"] = [*rehearsed, *figures["rows"][len(rehearsed) and 1 :]]
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
+def measure(name: str, rows: Rows, device: torch.device) -> None:
+    """Rows of a world's slowest rank: the model, each kind of step, the host without work, and AdamW for the rest."""
+    world, clock = read(name), Clock(device)
     torch.manual_seed(0)
-    if not is_gpu:
-        with fake_world(world):
-            rehearsed.append(modelled(plan_of(world), world.rank, ""))
-    stepped = world if is_gpu else read("tiny")
-    with fake_world(stepped):
-        gpu = torch.cuda.get_device_name(device) if is_gpu else ""
-        source = "measured" if is_gpu else "rehearsed, tiny"
-        steps(Rank(stepped, device), gpu, source, options.repeats, save)
-    for row in json.loads(options.json.read_text(encoding="utf-8"))["rows"]:
-        print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    common = {"world": name, "ranks": world.size, "rank": world.rank}
+    with fake_world(world), rows.faults(**common, step="model"):
+        gpu = torch.cuda.get_device_name(device) if clock.is_gpu else ""
+        rows.write(**{**common, **modelled(plan_of(world), world.rank, gpu)})
+    forget_meshes()
+    world = world if clock.is_gpu else read("tiny")
+    with fake_world(world):
+        for narrow in (False, True):
+            rank = Rank(world, device, narrow=narrow)
+            for fused, skippable, new in product((False, True), (False, True), (True, False)):
+                if rows.is_over or (narrow and not new):
+                    continue
+                step = {"step": "host, narrow" if narrow else "step", "fused": fused, "skippable": skippable,
+                        "gradients": "new" if new else "constant"}  # fmt: skip
+                with rows.faults(**common, **step):
+                    muon = rank.muon(fused=fused)
+                    run = rank.step_of(muon, skippable=skippable)
+                    rows.write(**common, **step, **rank.measured(run, REPEATS[device.type], new=new))
+                    del muon, run
+        del rank
+        with rows.faults(**common, step="AdamW of the rest"):
+            adamw = Rank(world, device).adamw()
+            for _ in range(3):
+                adamw.step()
+            rows.write(**common, step="AdamW of the rest", **clock.once(adamw.step).columns())

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_context = mp.get_context("forkserver")
+# A process that is forked after a look for GPUs cannot use them.
+_context = mp.get_context("spawn" if os.environ.get("PARITY_DEVICE") == "cuda" else "forkserver")
 _context.set_forkserver_preload(
     # In this order: `model.spec` prepares torchtitan for the CPU before its import.
     [

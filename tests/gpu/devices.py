@@ -9,11 +9,24 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from benchmarks.gpu.ranks import no_sync
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu
 
 # Tensors of two fake GPUs do not mix, so all tests use one fake GPU.
 FAKE_GPU = FakeGpu()
+
+
+@contextmanager
+def no_sync(device: torch.device) -> Iterator[None]:
+    """Raise RuntimeError (PyTorch's) where the host waits for a GPU in this context."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,19 @@ error for a host wait.
 
 import importlib.util
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.accuracy import relative_error
+from benchmarks.gpu import ROOT, read_rows
+from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
 from tests.shared import muon_keywords
 from titan_muon import Muon
@@ -118,6 +125,33 @@ def test_the_fused_kernels_train_like_the_foreach_operators(target: Target) -> N
     expected = trained(target, "standard")
     for name, weight in trained(target, "standard", fused=True).items():
         assert relative_error(weight, expected[name]).max() < 1e-5, name
+
+
+@pytest.mark.parametrize("target", [CUDA_PARAM])
+def test_rows_of_parity_are_close_on_ranks_that_share_a_gpu(target: Target, tmp_path: Path) -> None:
+    """On the CPU the same rows have equal bits: tests/parity."""
+    words = ("--call", "3", "--part", "parity", "--device", target.device.type, "--seconds", "100", "--out", tmp_path)
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, check=True)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert rows
+    assert not [row for row in rows if not row.get("equal")]
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(("rank", "world"), [(0, 1), (5, 8)])
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather", "all_gather_reduce_scatter"])
+def test_every_exchange_steps_on_fake_gpus_without_a_wait(rank: int, world: int, exchange: str) -> None:
+    with fake_gpu(), fake_rank(world, rank):
+        mesh = init_device_mesh("cuda", (world,))
+        params = {}
+        for name, shape in {"wide": (24, 60), "uneven": (13, 18), "experts": (8, 16, 40)}.items():
+            whole = torch.empty(shape, device="cuda")
+            params[name] = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+            params[name].grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        optimizer = Muon(params.items(), **muon_keywords(lr=0.02, exchange=exchange)).build()
+        for _ in range(2):
+            optimizer.step()
+        optimizer.close()
 
 
 @pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])

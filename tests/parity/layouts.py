@@ -1,5 +1,6 @@
 """Shapes of parameters, their matrices cut by hand, and placements on the ranks of a world."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from titan_muon.options import Split
 from titan_muon.tensors.dtensor import held_indices, own_rows, set_rows
 
+DEVICE = torch.device(os.environ.get("PARITY_DEVICE", "cpu"))
+"""Device of every row; of the environment, because ranks inherit it."""
 MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
 STACKS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 FUSED = {
@@ -73,7 +76,8 @@ def shape_of(name: str) -> tuple[int, ...]:
 
 def drawn(name: str, seed: int) -> Tensor:
     """The whole value (seed 0) or gradient (seeds from 1) of a parameter."""
-    return torch.randn(shape_of(name), generator=torch.Generator().manual_seed(crc32(f"{name} {seed}".encode())))
+    generator = torch.Generator().manual_seed(crc32(f"{name} {seed}".encode()))
+    return torch.randn(shape_of(name), generator=generator).to(DEVICE)
 
 
 def matrices(name: str, whole: Tensor) -> list[Tensor]:
@@ -87,7 +91,7 @@ def assembled(name: str, parts: Sequence[Tensor]) -> Tensor:
     shape = shape_of(name)
     places = torch.cat([part.flatten() for part in matrices(name, torch.arange(prod(shape)).view(shape))])
     values = torch.cat([part.flatten() for part in parts])
-    return torch.empty_like(values).scatter_(0, places, values).view(shape)
+    return torch.empty_like(values).scatter_(0, places.to(values.device), values).view(shape)
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,11 @@ LAYOUTS: dict[str, Layout] = {
 def mesh_of(axes: str, ranks: tuple[int, ...]) -> DeviceMesh:
     """A mesh, the same for each row of a world. Axes other than the first long one have two ranks."""
     if ranks:
-        return DeviceMesh("cpu", list(ranks))
+        return DeviceMesh(DEVICE.type, list(ranks))
     names, world = tuple(axes.split()), dist.get_world_size()
     longest = "shard" if "shard" in names else names[0]
     sizes = [world // 2 ** (len(names) - 1) if name == longest else 2 for name in names]
-    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
+    return init_device_mesh(DEVICE.type, tuple(sizes), mesh_dim_names=names)
 
 
 def placed(whole: Tensor, layout: Layout) -> Tensor:

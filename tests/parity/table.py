@@ -1,11 +1,12 @@
 """The rows: which training equals which reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tests.machines import machine_file
-from tests.parity.layouts import FUSED, MATRICES, ODD, STACKS
+from tests.parity.layouts import DEVICE, FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
 
@@ -14,6 +15,8 @@ SLOW = machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_u
 SLOW_NETWORK = machine_file(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
 """Slow traffic between replicas, for hierarchical returns."""
 ALL, FEW, EVEN = (*MATRICES, *STACKS), ("wide", "tall", "short", "experts"), ("wide", "tall")
+CLOSE_ON_GPU = 0.1
+"""A misplaced piece is an error of 1."""
 TWO = ("plain", "replicated", "fsdp", "tp columns")
 FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies", "ep x rows", "plain", "replicated")
 EIGHT = ("fsdp", "hsdp", "hsdp x tp", "hsdp x ep")
@@ -74,6 +77,13 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
     return [*options(), *ranges(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
+
+
+def exchanged() -> list[Row]:
+    """Rows of four ranks for every layout and exchange. On a GPU they are close, not equal: it rounds by shapes."""
+    chosen = [*layouts(), *options()]
+    close = {"close": CLOSE_ON_GPU} if DEVICE.type == "cuda" else {}
+    return [replace(item, **close) for item in chosen if item.world == 4 and not item.error]
 
 
 def layouts() -> list[Row]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parity.layouts import LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
+from tests.parity.layouts import DEVICE, LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
 from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
@@ -136,7 +136,7 @@ class Training:
             self.forward = DistributedDataParallel(self.model)
         if row.options.get("overlap") == "forward":
             apply_in_forward(self.model, self.muon)
-        self.scaler = GradScaler("cpu", init_scale=2.0**10) if row.scaler else None
+        self.scaler = GradScaler(DEVICE.type, init_scale=2.0**10) if row.scaler else None
         self.elsewhere = set[str]()
 
     def optimizer(self, params: Mapping[str, nn.Parameter]) -> Muon:

@@ -1,14 +1,17 @@
-"""The programs for one GPU run on the CPU: a rank of a large world, a language model, float16, Newton-Schulz, rates."""
+"""The programs for one GPU run on the CPU: a rank of a large world, float16, Newton-Schulz, rates."""
 
 import json
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.gpu import links, newton_schulz
-from benchmarks.one_gpu import corpus, float16, language_model, one_rank, worlds
+from benchmarks.one_gpu import float16, links, newton_schulz, one_rank, worlds
+from titan_muon.options import Machine, OptionError, check
+from titan_muon.plan.terms.machine import machine_of
 from titan_muon.tensors.process_groups import forget_meshes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,29 +44,16 @@ def test_a_world_has_the_parameters_and_the_plan_of_its_recipe() -> None:
         assert one_rank.plan_of(world).digest() == plan.digest()
 
 
-def test_one_rank_steps_beside_the_model(tmp_path: Path) -> None:
-    words = ["--world", "tiny", "--device", "cpu", "--repeats", "2", "--json", str(tmp_path / "json")]
-    assert one_rank.main(words) == 0
-    model, *stepped = rows(tmp_path / "json")
-    assert (model["source"], model["step"]) == ("model", "h100x8")
-    assert [row["step"] for row in stepped] == ["plain", "recipe", "AdamW of the rest"]
-    assert all(row["launches"] > 0 and row["newton_schulz ms"] > 0 for row in stepped[:2])
-
-
-def test_runs_train_on_equal_batches_and_late_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "folders", lambda: [ROOT / "docs", ROOT / "benchmarks"])
-    common = ["--device", "cpu", "--tiny", "--cache", str(tmp_path / "corpus"), "--json", str(tmp_path / "json")]
-    names = ["adamw:1e-3", "muon:1e-3", "torch_muon:1e-3", "normuon:2e-3", "adamw:1e-3", "nothing:1e-3"]
-    assert language_model.main(["--runs", *names, *common]) == 1
-    *trained, unknown = rows(tmp_path / "json")
-    losses = [row["loss"] for row in trained]
-    assert losses[0] == losses[4], "equal weights and batches"
-    assert len(set(losses[:4])) == 4
-    # Equal up to the Newton-Schulz arithmetic.
-    assert losses[1] == pytest.approx(losses[2], abs=1e-3)
-    assert unknown["fault"].startswith("KeyError")
-    assert language_model.main(["--runs", "muon:1e-3", "--seconds", "0", *common]) == 0
-    assert rows(tmp_path / "json")[0]["fault"] == "no time left"
+def test_a_narrow_world_has_as_many_pieces_and_less_work() -> None:
+    """Its host time by launch is a step's, without a wait for the device."""
+    found = []
+    with one_rank.fake_world(worlds.read("tiny")):
+        for narrow in (False, True):
+            muon = one_rank.Rank(worlds.read("tiny"), torch.device("cpu"), narrow=narrow).muon(fused=False)
+            sizes = [param.numel() for group in muon.param_groups for param in group["params"]]
+            found.append((len(sizes), sum(sizes)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] > 4 * found[1][1]
 
 
 def test_float16_is_probed_on_dominating_rows_and_an_overflow_is_unsafe(tmp_path: Path) -> None:
@@ -91,3 +81,18 @@ def test_a_single_rank_measures_rates_without_links(tmp_path: Path, monkeypatch:
     machine = json.loads((tmp_path / "json").read_text())["machine"]
     assert machine["bandwidth"] is None
     assert machine["flops"]["float32"] > 0
+
+
+def test_the_measured_machine_is_one_for_the_planner() -> None:
+    """Latency comes from the smallest size, and bandwidth leaves it out: links of 40 GB/s and 12 us for 8 ranks."""
+    sizes = {2**power: 12e-6 + 2**power * 7 / 8 / 40e9 for power in (28, 26, 10)}
+    rows = [links.Row("all_to_all", n, seconds * 1e6, n * 7 / 8 / seconds / 1e9) for n, seconds in sizes.items()]
+    assert links.link_of(rows) == (pytest.approx(40e9, rel=1e-6), pytest.approx(12e-6, rel=0.01))
+    flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
+    measured = links.MeasuredMachine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12)
+    check(Machine, links.recipe_table(measured))
+    machine = machine_of(Machine(name="a100x8", file="machine.json"), "cuda", json.dumps(asdict(measured)))
+    assert (machine.flops, machine.memory, machine.network.bandwidth) == (flops, 3e12, 41.3e9)
+    assert machine.node == machine_of(Machine(name="a100x8")).node, "nothing was measured within a node"
+    with pytest.raises(OptionError, match=r"machine.file = 'machine.json' .*it was rehearsed without a GPU"):
+        machine_of(Machine(file="machine.json"), "cuda", json.dumps({"source": "rehearsed", "flops": {}}))

@@ -1,6 +1,6 @@
 """Newton-Schulz by shape and kernel against the same GPU's matmul rate: eager, as a CUDA graph, and the host's share.
 
-    python -m benchmarks.gpu.newton_schulz --device cuda --json newton_schulz.json
+    python -m benchmarks.one_gpu.newton_schulz --device cuda --json newton_schulz.json
 
 CUDA measures the symmetric kernels first and keeps the result for later runs of Muon, as bench_orthogonalize.py does.
 """
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.bench_orthogonalize import JORDAN, MODELS, torch_loop
-from benchmarks.gpu.links import matmul_rate, seconds, wait
 from benchmarks.measure_kernels import measure_kernels
+from benchmarks.one_gpu.links import matmul_rate, seconds, wait
 from titan_muon.options import Machine
 from titan_muon.orthogonalize import Dispatch, Kernel, Method, orthogonalize
 from titan_muon.orthogonalize.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, installed, restarts

@@ -1,6 +1,6 @@
 """Rates of the links between this machine's GPUs and of the matrix units: the machine file.
 
-    torchrun --nproc_per_node=8 -m benchmarks.gpu.links --device cuda --json links.json
+    torchrun --nproc_per_node=8 -m benchmarks.one_gpu.links --device cuda --json links.json
 
 `machine` of the file has the planner's rates: bytes per second sent by a
 rank, latency of a collective, FLOP/s by dtype, and bytes per second of memory. `recipe` is the equivalent `[machine]`
@@ -21,8 +21,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-
-from benchmarks.gpu.ranks import begin
 
 SMALLEST, LARGEST = 2**10, 2**28
 DTYPES = ("bfloat16", "float16", "float32")
@@ -67,6 +65,18 @@ class MeasuredMachine:
     latency: float | None
     flops: dict[str, float]
     memory_bandwidth: float
+
+
+def begin(device: str) -> torch.device:
+    """Join the processes of torchrun, over gloo or NCCL. Returns this rank's device."""
+    torch.set_num_threads(1)
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(mine)
+    dist.init_process_group("nccl", device_id=mine)
+    return mine
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:

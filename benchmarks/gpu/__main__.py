@@ -1,0 +1,281 @@
+"""Runs one of four calls for one GPU, and writes the page of their rows: `make gpu CALL=1`.
+
+    python -m benchmarks.gpu --call 1 --device cuda          # rows in build/gpu/rows.jsonl, or below OUT
+    python -m benchmarks.gpu --page build/gpu/rows.jsonl     # adds rows to docs/results, and writes the page anew
+
+A part of a call is a process of its own, so that a part that crashes or hangs costs only itself. A row is on the disk
+after every measurement, so a call can be stopped at any second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import ROOT, Rows, read_rows
+from benchmarks.processes import run_within
+
+SECONDS = 440
+"""Of a call. The end of a part can take 20 s more, so that a call ends within 8 minutes."""
+LEAST_SECONDS = 5
+"""Shortest rest of a call in which a part starts."""
+TRAVELLING = ROOT / ".cache/wheels"
+"""Wheels, the folder `dion` and `corpus.jsonl`, as `make gpu-wheels` collects them."""
+PACKAGES = ("torchtitan", "triton", "gram-newton-schulz", "quack-kernels", "emerging-optimizers")
+PARITY_RANKS, PARITY_SECONDS, REHEARSED_ROWS = 4, 20.0, 8
+RATES = ("2e-3", "1e-3", "4e-3")
+"""Learning rates of the trainings, the likeliest best one first, because time may run out."""
+CONFIG = "benchmarks/gpu/llama_42m.toml"
+RANK, PEERS = "benchmarks.one_gpu.one_rank.measure", "benchmarks.gpu.peers.compare"
+TRAIN = "benchmarks.gpu.__main__.train"
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "muon": ("--config", CONFIG),
+    "adamw": ("--config", CONFIG.replace(".toml", "_adamw.toml")),
+    # Equal bits, which tests/parity shows.
+    "torch.optim.Muon's arithmetic": ("--config", CONFIG, "--muon.expert.orthogonalize", "reference"),
+}
+TINY = ("--model.flavor", "tiny_64", "--data.tokenizer", "bytes", "--data.vocab_size", "2048", "--training.steps", "4",
+        "--training.seq_len", "64", "--training.global_batch_size", "4", "--training.local_batch_size", "4",
+        "--validator.freq", "2", "--validator.steps", "1", "--compile.enable", "false")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of a call, its time-out in seconds, and its function, which takes arguments, the rows and a device."""
+
+    name: str
+    seconds: int
+    function: str
+    arguments: tuple[str, ...] = ()
+
+    def run(self, rows: Rows, device: torch.device) -> None:
+        """Import and call the function. A part imports only what it needs."""
+        module, _, name = self.function.rpartition(".")
+        getattr(importlib.import_module(module), name)(*self.arguments, rows, device)
+
+
+def parity(rows: Rows, device: torch.device) -> None:
+    """Rows of tests/parity on ranks over gloo that share the device, each beside its reference."""
+    # Before the import, because ranks inherit it.
+    os.environ["PARITY_DEVICE"] = device.type
+    from tests.dist.harness import World
+    from tests.parity.shared_gpu import differences_on_device
+    from tests.parity.table import exchanged
+
+    world = World(PARITY_RANKS, quiet=True)
+    claims = exchanged()
+    for claim in claims if device.type == "cuda" else claims[:: len(claims) // REHEARSED_ROWS]:
+        if rows.is_over:
+            break
+        with rows.faults(measured="parity", row=claim.name):
+            begin = time.monotonic()
+            found = world.run(differences_on_device, claim, timeout=PARITY_SECONDS)
+            rows.write(measured="parity", row=claim.name, equal=not any(found), differences=found,
+                       seconds=time.monotonic() - begin)  # fmt: skip
+    world.close()
+
+
+def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
+    """A training by train.py. Its records become rows as it writes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = TRAVELLING / "corpus.jsonl"
+        files = ("--data.files", str(corpus)) if corpus.exists() and device.type == "cuda" else ()
+        words = ("--dump_folder", folder, "--muon.lr", rate, "--adamw.lr", rate, *files)
+        tiny = TINY if device.type == "cpu" else ()
+        process = subprocess.Popen([sys.executable, "train.py", *WAYS[way], *words, *tiny], cwd=ROOT)
+        written, is_running = 0, True
+        while is_running:
+            is_running = process.poll() is None
+            records = [record for file in Path(folder).glob("*/*/metrics.jsonl") for record in read_rows(file)]
+            for record in records[written:]:
+                keys = ("step", "tokens", "seconds", "loss", "val_loss", "tokens_per_second", "memory_gib", "time")
+                rows.write(optimizer=way, lr=float(rate), **{key: record[key] for key in keys if key in record})
+            written = len(records)
+            time.sleep(0.5)
+        if process.returncode:
+            raise RuntimeError(f"train.py ended with {process.returncode}")
+
+
+CALLS: Mapping[int, tuple[Part, ...]] = {
+    1: (
+        Part("calibrate", 60, "benchmarks.gpu.calibrate.calibrate"),
+        Part("rank qwen3_8b", 90, RANK, ("qwen3_8b",)),
+        Part("rank qwen3_30b_a3b", 110, RANK, ("qwen3_30b_a3b",)),
+        Part("rank kimi_k2", 200, RANK, ("kimi_k2",)),
+    ),
+    2: (
+        Part("peers, Qwen3-1.7B", 290, PEERS, ("Qwen3-1.7B",)),
+        Part("peers, 128 experts", 150, PEERS, ("128 experts",)),
+    ),
+    3: (
+        Part("parity", 90, "benchmarks.gpu.__main__.parity"),
+        Part("capture", 120, "benchmarks.gpu.peers.capture"),
+    ),
+    4: tuple(Part(f"{way}, {rate}", 120, TRAIN, (rate, way)) for rate in RATES for way in WAYS),
+}
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Date, GPU, driver, versions and commit of a call."""
+    packages: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "none"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else "none"
+    changed = "+changes" if output("git", "status", "--porcelain", "--untracked-files=no") else ""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"), "gpu": gpu, "driver": driver, "torch": torch.__version__,
+        "cuda": torch.version.cuda, "python": platform.python_version(),
+        "commit": output("git", "rev-parse", "HEAD")[:8] + changed, "packages": packages,
+    }  # fmt: skip
+
+
+def output(*command: str) -> str:
+    """Output of a command; empty if it fails or is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def device_of(choice: str) -> str:
+    """The device of a choice. Raises ValueError if PyTorch cannot use this machine's GPU."""
+    if choice == "auto" and not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
+        raise ValueError(
+            f"this machine has a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) finds none; take a "
+            "PyTorch that fits the driver (PYTHON_GPU=), or rehearse with DEVICE=cpu"
+        )
+    return choice if choice != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def imports(folder: Path) -> dict[str, str]:
+    """Environment of the parts: this project, what travelled with it, and one thread on the CPU."""
+    paths = [str(ROOT), str(folder), str(TRAVELLING / "dion"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    wheels = sorted(map(str, TRAVELLING.glob("*.whl")))
+    if wheels:
+        options = ("-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder))
+        subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=False)
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_call(rows: Rows, options: argparse.Namespace) -> int:
+    """Run the parts of a call in order. Returns 0 unless a part ended with an error."""
+    end, failed = time.monotonic() + options.seconds, False
+    rows.write(part="environment", **environment(options.device))
+    with tempfile.TemporaryDirectory(prefix="titan-muon-gpu-", ignore_cleanup_errors=True) as work:
+        variables = imports(Path(work))
+        for part in CALLS[options.call]:
+            most = min(part.seconds, int(end - time.monotonic()))
+            if most < LEAST_SECONDS:
+                rows.write(part=part.name, error="no time left in this call")
+                continue
+            words = ("--call", str(options.call), "--part", part.name, "--device", options.device)
+            command = (
+                sys.executable,
+                "-m",
+                "benchmarks.gpu",
+                *words,
+                "--out",
+                str(options.out),
+                "--seconds",
+                str(most),
+            )
+            log, begin = Path(work) / "log", time.monotonic()
+            # A part ends by itself where it can, with the rows that it has.
+            code = run_within(most + 5, command, log, ROOT, variables)
+            problem = (
+                {"error": f"did not end in {most} s" if code is None else f"exit code {code}"} if code != 0 else {}
+            )
+            told = {"log": log.read_text(encoding="utf-8", errors="replace")[-1500:]} if problem else {}
+            failed = failed or bool(problem)
+            rows.write(part=part.name, seconds=time.monotonic() - begin, **problem, **told)
+    return int(failed)
+
+
+def run_part(rows: Rows, options: argparse.Namespace) -> int:
+    """Run a part in this process, which ends with its parent."""
+    # PR_SET_PDEATHSIG: a parent that is killed cannot end its children.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    part = next(part for part in CALLS[options.call] if part.name == options.part)
+    begin = time.monotonic()
+    part.run(
+        replace(rows, common={**rows.common, "part": part.name}, end=begin + options.seconds),
+        torch.device(options.device),
+    )
+    return 0
+
+
+def write_corpus(most: int = 50_000_000) -> None:
+    """Write the text of this environment's packages, each file once, as the corpus that travels."""
+    import hashlib
+    import site
+
+    seen: set[bytes] = set()
+    files = (file for folder in site.getsitepackages() for file in Path(folder).rglob("*.py"))
+    TRAVELLING.mkdir(parents=True, exist_ok=True)
+    with (TRAVELLING / "corpus.jsonl").open("w", encoding="utf-8") as corpus:
+        # By a hash, so that a part of the files has all packages.
+        for file in sorted(files, key=lambda file: hashlib.md5("/".join(file.parts[-2:]).encode()).digest()):
+            text = file.read_text(encoding="utf-8", errors="ignore")
+            key = hashlib.md5(text.encode()).digest()
+            if 200 <= len(text) <= 500_000 and key not in seen and corpus.tell() + len(text) < most:
+                corpus.write(json.dumps({"text": text}) + "\n")
+                seen.add(key)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command line. Returns the exit code: 2 for a mistake of the user."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--call", type=int, choices=CALLS)
+    parser.add_argument("--part", default="", help="run one part in this process")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: rehearse at tiny size")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="of a call")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build/gpu"))
+    parser.add_argument("--page", type=Path, nargs="*", help="files of rows to add to docs/results")
+    parser.add_argument("--corpus", action="store_true", help="collect the corpus that travels, at most 50 MB")
+    options = parser.parse_args(words)
+    if options.page is not None:
+        from benchmarks.gpu.page import publish
+
+        publish(options.page)
+        return 0
+    if options.corpus:
+        write_corpus()
+        return 0
+    try:
+        if options.call is None:
+            raise ValueError("name a call: --call 1, 2, 3 or 4 (make gpu CALL=1)")
+        options.device = device_of(options.device)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    source = "measured" if options.device == "cuda" else "rehearsed"
+    rows = Rows(options.out / "rows.jsonl", {"call": options.call, "source": source})
+    return (run_part if options.part else run_call)(rows, options)
+
+
+if __name__ == "__main__":
+    # As for Ctrl-C, so that the part in progress is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

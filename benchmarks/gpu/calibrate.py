@@ -1,0 +1,123 @@
+"""What a launch costs on this machine: microseconds of the host and of the device, depth of the queue, and rates."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu import Clock, Rows, one_process
+from benchmarks.one_gpu.links import DTYPES, MeasuredMachine, matmul_rate, memory_rate
+
+CALLS = {"cuda": 200, "cpu": 20}
+"""Calls back to back, fewer than the launch queue takes."""
+QUEUED = 3000
+"""Launches behind a busy device, more than the launch queue takes."""
+BLOCKED = 1e-3
+"""Seconds of a launch that waited for a place in the queue."""
+GRAPHS = (10, 1000)
+MACHINE = "machine.json"
+
+
+def calibrate(rows: Rows, device: torch.device) -> None:
+    """A row for each kind of launch, for the queue and for the rates, and the planner's file of the machine."""
+    clock = Clock(device)
+    with one_process(device):
+        for name, make in launches(device).items():
+            with rows.faults(measured=name):
+                rows.write(measured=name, **microseconds(make(), clock))
+    with rows.faults(measured="launch queue"):
+        rows.write(measured="launch queue", **queue(device))
+    with rows.faults(measured="rates"):
+        machine = rates(device)
+        rows.write(measured="rates", **{f"{k} TFLOP/s": v / 1e12 for k, v in machine.flops.items()},
+                   **{"memory GB/s": machine.memory_bandwidth / 1e9})  # fmt: skip
+        document = {**asdict(machine), "source": "measured" if clock.is_gpu else "rehearsed"}
+        (rows.file.parent / MACHINE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def microseconds(run: Callable[[], object], clock: Clock) -> dict[str, float]:
+    """Microseconds of a call among many back to back."""
+    repeats = CALLS[clock.device.type]
+    run()
+
+    def many() -> None:
+        for _ in range(repeats):
+            run()
+
+    clock.once(many)
+    times = clock.once(many)
+    return {"host us": 1e3 * times.host / repeats, "device us": 1e3 * times.device / repeats}
+
+
+def launches(device: torch.device) -> Mapping[str, Callable[[], Callable[[], object]]]:
+    """By name, a function that prepares a call of one launch or few."""
+    empty = partial(torch.zeros, 1, device=device)
+    stacks = [torch.randn(2, 64, 64, device=device) for _ in range(3)]
+    return {
+        "empty add_": lambda: partial(empty().add_, 1),
+        "bmm(out=) of 2 x 64 x 64": lambda: partial(torch.bmm, stacks[0], stacks[1], out=stacks[2]),
+        "foreach add_ of 100": lambda: partial(torch._foreach_add_, [empty() for _ in range(100)], 1),
+        "empty Triton kernel": lambda: triton_kernel(empty()),
+        "all-reduce, world 1": lambda: partial(dist.all_reduce, empty()),
+        **{f"graph of {nodes} nodes": partial(graph, empty(), nodes) for nodes in GRAPHS},
+        "pinned copy of 4 kB": lambda: copy(device),
+    }
+
+
+def triton_kernel(tensor: Tensor) -> Callable[[], object]:
+    """Launch of a kernel without work, by Triton's own launcher."""
+    import triton
+
+    @triton.jit
+    def empty(pointer):  # type: ignore[no-untyped-def]
+        pass
+
+    return lambda: empty[(1,)](tensor)
+
+
+def graph(tensor: Tensor, nodes: int) -> Callable[[], object]:
+    """Replay of a CUDA graph of `nodes` small kernels."""
+    captured = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(captured):
+        for _ in range(nodes):
+            tensor.add_(1)
+    return captured.replay
+
+
+def copy(device: torch.device) -> Callable[[], object]:
+    """Copy of 4 kB to the device."""
+    source = torch.zeros(1024, pin_memory=device.type == "cuda")
+    return partial(torch.empty(1024, device=device).copy_, source, non_blocking=True)
+
+
+def queue(device: torch.device) -> dict[str, Any]:
+    """Number of launches that the host makes while the device is busy, before one waits."""
+    if device.type != "cuda":
+        raise RuntimeError("a CPU has no launch queue")
+    tensor = torch.zeros(1, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    spent = []
+    for _ in range(QUEUED):
+        begin = time.perf_counter()
+        tensor.add_(1)
+        spent.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    full = next((number for number, seconds in enumerate(spent) if seconds > BLOCKED), None)
+    return {"depth": full, "host us before": 1e6 * sum(spent[:full]) / len(spent[:full]) if full != 0 else None}
+
+
+def rates(device: torch.device) -> MeasuredMachine:
+    """Rates of one device, without links."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
+    return MeasuredMachine(name, 1, 1, None, None, flops, memory_rate(device))

@@ -1,0 +1,23 @@
+"""Rows of parity on ranks that share a GPU over gloo, because NCCL refuses two ranks on one."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parity.layouts import DEVICE
+from tests.parity.training import Row, differences
+from titan_muon.comm.exchange import Collectives
+
+
+def differences_on_device(rank: int, world_size: int, row: Row) -> list[str]:
+    """`differences` on the device of all rows."""
+    if DEVICE.type == "cuda":
+        # gloo's direct sends read the memory of a GPU on the host, and crash.
+        Collectives.all_gather_uneven = broadcasts  # type: ignore[method-assign]
+    return differences(rank, world_size, row)
+
+
+def broadcasts(self: Collectives, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """`Collectives.all_gather_uneven` by broadcasts."""
+    parts[dist.get_rank(group)].copy_(input)
+    sources = [(rank, part) for rank, part in enumerate(parts) if part.numel() > 0]
+    return [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in sources]
