@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm.clip import Scaling
 from ..options import MuonOptions, OptionError
-from ..orthogonalize import measured_choices
+from ..orthogonalize.measured import measured_choices
 from ..step.algorithm import Algorithm, Decorated, Group, PlanContext, Tensors
 from ..step.rounding import seed_of
 from ..tensors.draws import wrapped
