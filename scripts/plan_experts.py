@@ -29,8 +29,8 @@ from titan_muon.assignment.roles import inspect_model
 from titan_muon.assignment.rules import assign_parameters
 from titan_muon.engine import plan_step
 from titan_muon.options import Machine, MuonOptions
-from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import machine_of
 from titan_muon.selection import select
 from titan_muon.tensors.process_groups import fake_world

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from .comm.clip import Scaling
 from .comm.exchange import Collectives, Exchange
 from .comm.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .comm.report import FaultReport, Reported
-from .features import StepParts, check_plan, overlap_of
 from .options import HYPERPARAMETERS, SHARED, MuonOptions
 from .orthogonalize import Dispatch
 from .plan.planning import Planner, PlanRequest
@@ -34,6 +33,7 @@ from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
 from .step.algorithm import Algorithm, PlanContext, work_of
+from .step.feature import FeaturesOf, LateUpdates, StepParts, check_plan
 from .step.gradients import StepGradients, checked_inputs, compared
 from .step.rank import Rank, methods_of
 from .step.step import trace_range
@@ -43,9 +43,6 @@ from .tensors.matrices import planned
 from .tensors.names import listed
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
 from .tensors.warning import warn
-
-if TYPE_CHECKING:
-    from .features.forward import ForwardUpdates
 
 # --- from tensors to a plan ---
 
@@ -59,12 +56,14 @@ class Selection:
         algorithm: of the trained parameters.
         dispatch: the method of Newton-Schulz by shape.
         planner: the owners and the rounds.
+        features_of: the features that are on.
     """
 
     options: MuonOptions
     algorithm: Algorithm
     dispatch: Dispatch
     planner: Planner
+    features_of: FeaturesOf
 
 
 def checked_plan(
@@ -117,7 +116,8 @@ def plan_step(
     if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
         note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
         plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
-    check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
+    context = PlanContext(options, parameters, plan, named, iterations, dispatch.device)
+    check_plan(context, algorithm, selected.features_of)
     return plan
 
 
@@ -205,7 +205,7 @@ def engine_of(
     collectives: Collectives,
     agreement: Agreement,
     states: MatrixStates,
-    overlap: ForwardUpdates | None,
+    overlap: LateUpdates | None,
     *,
     muon: Optimizer,
     others: Mapping[str, Reported],
@@ -229,8 +229,11 @@ def engine_of(
         agreement,
         options,
     )
-    # The overlap of the engine before, because hooks in the model hold it.
-    engine = Engine(rank, selected.algorithm, states, overlap_of(options) if overlap is None else overlap)
+    if overlap is None:
+        # Else the overlap of the engine before, because hooks in the model hold it.
+        made = (feature.overlap() for feature in selected.features_of(options, selected.algorithm))
+        overlap = next((late for late in made if late is not None), None)
+    engine = Engine(rank, selected, states, overlap)
     allocated = 0 if options.keep_buffers else buffers.memory.nbytes + engine.workspace.nbytes
     if warning := fragmentation(buffers.device.type, allocated, os.environ):
         warn(warning)
@@ -250,15 +253,16 @@ class Engine:
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: ForwardUpdates | None) -> None:
-        self._algorithm, self.overlap = algorithm, overlap
+    def __init__(self, rank: Rank, selected: Selection, states: MatrixStates, overlap: LateUpdates | None) -> None:
+        self._algorithm, self._features_of, self.overlap = selected.algorithm, selected.features_of, overlap
         self._iterations = compared(rank.params)
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
         self.rank, self._states = rank, states
         self._names = frozenset(trained.fqn for trained in rank.params)
-        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, before)
+        features = self._features_of(rank.options, self._algorithm)
+        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, features, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
         self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)
 
@@ -335,7 +339,7 @@ class Engine:
         rank, parts = self.rank, self._parts
         if scaling is not None:
             rank.report.add_skipped(scaling.skipped, scaling.differs)
-            if parts.reads_flag:
+            if parts.algorithm.reads_flag:
                 gradients = replace(gradients, scaling=scaling)
             elif scaling.skipped:
                 # The host waits for the flag, because the algorithm has no kernels that read the flag.

@@ -22,7 +22,8 @@ from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
 from .engine import Engine, Selection, checked_plan, engine_of, report_of
-from .features import check_plan, check_used
+from .features import check_used, features_of
+from .foreign import unsupported_reason
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Layout, Plan
@@ -32,6 +33,7 @@ from .state.holder_states import followed, moved, moves, resolved, unchanged_aft
 from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .step.algorithm import PlanContext
+from .step.feature import check_plan
 from .step.gradients import StepGradients, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
@@ -340,7 +342,7 @@ class Muon(SkipsSteps, Optimizer):
         rank, options = self.engine.rank, replace(self._options, offload=to)
         named = [(trained.fqn, trained.param) for trained in rank.params]
         context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
-        check_plan(context, self._algorithm)
+        check_plan(context, self._algorithm, features_of)
         self._options = options
         params = moved(rank.params, self.state, to)
         self.engine.rebuild(params, self._options)
@@ -439,4 +441,5 @@ class Muon(SkipsSteps, Optimizer):
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         of_muon = self.param_groups, self.state, self._agreed.rank, self._options
-        return tuple(trained_params(*of_muon, counts_steps=algorithm_of(self._options, self.param_groups).counts_steps))
+        counts_steps = algorithm_of(self._options, self.param_groups).counts_steps
+        return tuple(trained_params(*of_muon, counts_steps=counts_steps, unsupported_reason=unsupported_reason))

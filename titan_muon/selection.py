@@ -1,4 +1,4 @@
-"""The parts that options select and Muon hands to the engine: algorithm, methods of Newton-Schulz, and planner."""
+"""The parts that options select and Muon hands to the engine: algorithm, methods, planner and features."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .algorithms import algorithm_of
 from .engine import Selection
+from .features import features_of
 from .options import MuonOptions
 from .orthogonalize import Dispatch
 from .plan.planning import Planner
@@ -27,7 +28,7 @@ def select(
 
         options = with_fused(options, device, tensors, groups)
     dispatch, planner = _dispatch_and_planner(options, device)
-    return Selection(options, algorithm_of(options, groups), dispatch, planner)
+    return Selection(options, algorithm_of(options, groups), dispatch, planner, features_of)
 
 
 def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:

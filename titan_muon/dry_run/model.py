@@ -16,11 +16,12 @@ from ..engine import elements_of, plan_step
 from ..features import check_used
 from ..muon import Muon
 from ..options import Machine
-from ..plan import Plan, Summary, summarize
 from ..plan.cost.passes import passes_of
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
+from ..plan.summary import Summary, summarize
 from ..plan.terms.machine import MachineRates, planning_machine
+from ..plan.terms.types import Plan
 from ..selection import select
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in

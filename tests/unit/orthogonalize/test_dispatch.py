@@ -56,7 +56,7 @@ def test_auto_avoids_a_float16_that_was_measured_as_unsafe_or_as_much_slower() -
     # Two measurements are never equal; float16 is the more exact of the two.
     for part, expected in ((0.95, "float16"), (0.5, "bfloat16")):
         machine = replace(MACHINES["h100x8"], flops={"bfloat16": 700e12, "float16": part * 700e12, "float32": 50e12})
-        assert Dispatch(device="cuda", machine=machine).choose(4096, 4096, JORDAN).dtype == expected
+        assert Dispatch(device="cuda", gpu=machine.methods).choose(4096, 4096, JORDAN).dtype == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
