@@ -256,8 +256,7 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     from titan_muon.titan.torchtitan import compat
 
     compat.install()
-    from titan_muon.plan.cost.walk import batches
-    from titan_muon.plan.program import make_program
+    from titan_muon.plan.program import batches, make_program
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
 

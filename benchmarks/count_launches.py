@@ -34,10 +34,10 @@ compat.install()
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.launches import Launches
 from titan_muon import Muon
-from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.step.rank import planning_machine
+from titan_muon.plan.terms.machine import planning_machine
+from titan_muon.plan.terms.types import Plan
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
 from titan_muon.titan.recipe import load
 

@@ -39,9 +39,8 @@ from titan_muon.titan.torchtitan import compat
 compat.install()
 
 from titan_muon import Muon
-from titan_muon.plan import Plan
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.types import Parameter
+from titan_muon.plan.terms.types import Parameter, Plan
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.recipe import load
 

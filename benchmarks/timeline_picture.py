@@ -27,10 +27,9 @@ from titan_muon.titan.torchtitan import compat  # noqa: E402
 compat.install()
 
 from benchmarks.owners import owned_by, per_layer, round_robin  # noqa: E402
-from titan_muon.plan import Plan  # noqa: E402
 from titan_muon.plan.cost.timeline import spans  # noqa: E402
-from titan_muon.plan.terms.types import Bucket  # noqa: E402
-from titan_muon.step.rank import planning_machine  # noqa: E402
+from titan_muon.plan.terms.machine import planning_machine  # noqa: E402
+from titan_muon.plan.terms.types import Bucket, Plan  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import build_meta_model  # noqa: E402
 from titan_muon.titan.recipe import load  # noqa: E402
 

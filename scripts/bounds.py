@@ -8,13 +8,12 @@ from itertools import product
 from typing import NamedTuple
 
 from titan_muon.options import Overlap
-from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.cost.walk import Costs, PlanCost, copied_bytes
 from titan_muon.plan.exchange.patterns import PATTERNS, LinkTraffic
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.types import Bucket
+from titan_muon.plan.terms.types import Bucket, Plan
 
 HEAVY = 6
 """A matrix is heavy if a rank has time for at most this number of equal matrices."""

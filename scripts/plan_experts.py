@@ -23,15 +23,16 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+
 from docs.make_zoo import titan_model
 from titan_muon.assignment.roles import inspect_model
 from titan_muon.assignment.rules import assign_parameters
 from titan_muon.engine import plan_step
 from titan_muon.options import Machine, MuonOptions
-from titan_muon.plan import summarize
 from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import machine_of
-from titan_muon.step.rank import dispatch_of
+from titan_muon.selection import select
 from titan_muon.tensors.process_groups import fake_world
 
 Replicas = Literal["redundant", "split"]
@@ -72,7 +73,8 @@ def row(names: dict[str, tuple[int, ...]], degree: int, replicas: Replicas | Non
     options = MuonOptions(machine=MACHINE, replicas="split" if replicas is None else replicas)
     with fake_world(RANKS):
         named = list(placed(names, degree, replicated=replicas is not None))
-        plan = plan_step(named, [vars(options)] * len(named), dispatch_of(torch.device("cuda"), options), options)
+        groups, tensors = [vars(options)] * len(named), [tensor for _, tensor in named]
+        plan = plan_step(named, groups, select(options, groups, tensors, torch.device("cuda")))
     played = timeline(plan, machine_of(MACHINE))
     last = played.last
     cells = (

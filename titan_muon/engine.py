@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of
 from .algorithms.muon import highest_rate
 from .comm.agreement import Agreement, PlanReport, digest_of
 from .comm.buffers import Buffers, fragmentation, wire_dtypes
@@ -22,22 +21,21 @@ from .comm.clip import Scaling
 from .comm.exchange import Collectives, Exchange
 from .comm.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .comm.report import FaultReport, Reported
-from .features import StepParts, check_plan, overlap_of
 from .options import HYPERPARAMETERS, SHARED, MuonOptions
 from .orthogonalize import Dispatch
-from .plan.planner import make_plan
+from .plan.planning import Planner, PlanRequest
 from .plan.program import collective_ranks, make_program, replicated_plain
-from .plan.search.owners import with_state_ranks
 from .plan.terms.layout import Geometries
 from .plan.terms.pieces import components
 from .plan.terms.types import Layout, Plan
+from .plan.terms.work import ElementKind, Elements
 from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
 from .step.algorithm import Algorithm, PlanContext, work_of
-from .step.foreach import passes_of
+from .step.feature import FeaturesOf, LateUpdates, StepParts, check_plan
 from .step.gradients import StepGradients, checked_inputs, compared
-from .step.rank import Rank, dispatch_of, methods_of
+from .step.rank import Rank, methods_of
 from .step.step import trace_range
 from .tensors.device import is_host, on_device
 from .tensors.dtensor import mesh_axes, storage_device
@@ -46,14 +44,30 @@ from .tensors.names import listed
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
 from .tensors.warning import warn
 
-if TYPE_CHECKING:
-    from .features.forward import ForwardUpdates
-
 # --- from tensors to a plan ---
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The parts that options select, which the engine does not know by name.
+
+    Attributes:
+        options: without choices that are still automatic.
+        algorithm: of the trained parameters.
+        dispatch: the method of Newton-Schulz by shape.
+        planner: the owners and the rounds.
+        features_of: the features that are on.
+    """
+
+    options: MuonOptions
+    algorithm: Algorithm
+    dispatch: Dispatch
+    planner: Planner
+    features_of: FeaturesOf
+
+
 def checked_plan(
-    params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout], rank: int
+    params: Sequence[TrainedParam], selected: Selection, separate: Mapping[str, Layout], rank: int
 ) -> tuple[Plan, Geometries]:
     """The plan of a step, and the pieces of the parameters. `separate`: from `separate_layouts`.
 
@@ -65,11 +79,11 @@ def checked_plan(
     check_devices(params)
     named, groups = [(trained.fqn, trained.param) for trained in params], [trained.group for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
-    plan = plan_step(named, groups, dispatch_of(device_of(params), options), options, separate, kept)
+    plan = plan_step(named, groups, selected, separate, kept)
     geometries = Geometries(plan.parameters)
     for index, trained in enumerate(params):
         device = storage_device(trained.param)
-        if options.offload == "parameters" and trained.on_mesh and not is_host(device):
+        if selected.options.offload == "parameters" and trained.on_mesh and not is_host(device):
             raise ValueError(
                 f"{trained.fqn}: is on {device}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"
@@ -82,8 +96,7 @@ def checked_plan(
 def plan_step(
     named: Sequence[tuple[str, Tensor]],
     groups: Sequence[Mapping[str, Any]],
-    dispatch: Dispatch,
-    options: MuonOptions,
+    selected: Selection,
     separate: Mapping[str, Layout] = MappingProxyType({}),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
@@ -93,26 +106,29 @@ def plan_step(
     parameters may be on the meta device and the fake process group. Raises ValueError for a parameter without matrices,
     and for a split with a mismatched shape.
     """
+    options, algorithm, dispatch = selected.options, selected.algorithm, selected.dispatch
     iterations = tuple(map(iteration_of, groups))
-    if options.fused == "auto":
-        from .algorithms.fused import with_fused
-
-        options = with_fused(options, torch.device(dispatch.device), [tensor for _, tensor in named], groups)
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
-    algorithm = algorithm_of(options, groups)
     wire_bytes = [algorithm.for_parameter(number).wire_bytes for number in range(len(named))]
-    costs = work_of(iterations, dispatch, algorithm)
-    # A dict keeps the order of parameters. A set of dtypes has the order of their addresses.
-    dtypes = dict.fromkeys((tensor.dtype, size) for (_, tensor), size in zip(named, wire_bytes, strict=True))
-    passes = passes_of(dtypes, options, dispatch.device, algorithm.temporary_bytes)
-    parameters_with_keepers = with_state_ranks(parameters, options, costs, kept)
-    plan = make_plan(parameters_with_keepers, costs, options, dispatch.machine, passes)
+    works = work_of(iterations, dispatch, algorithm)
+    plan = selected.planner(PlanRequest(parameters, works, options, elements_of(named, selected), kept))
     travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
     if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
         note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
         plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
-    check_plan(PlanContext(options, parameters, plan, named, iterations, dispatch.device), algorithm)
+    context = PlanContext(options, parameters, plan, named, iterations, dispatch.device)
+    check_plan(context, algorithm, selected.features_of)
     return plan
+
+
+def elements_of(named: Sequence[tuple[str, Tensor]], selected: Selection) -> Elements:
+    """The elements of (name, parameter) pairs on the device of a step."""
+    kinds = (
+        ElementKind(tensor.dtype.itemsize, own.wire_bytes, tensor.dtype == torch.bfloat16)
+        for (_, tensor), own in ((pair, selected.algorithm.for_parameter(n)) for n, pair in enumerate(named))
+    )
+    # A dict keeps the order of parameters.
+    return Elements(tuple(dict.fromkeys(kinds)), selected.dispatch.device, selected.algorithm.temporary_bytes)
 
 
 LOCAL_OPTIONS = (
@@ -185,16 +201,17 @@ def engine_of(
     plan: Plan,
     geometries: Geometries,
     params: Sequence[TrainedParam],
-    options: MuonOptions,
+    selected: Selection,
     collectives: Collectives,
     agreement: Agreement,
     states: MatrixStates,
-    overlap: ForwardUpdates | None,
+    overlap: LateUpdates | None,
     *,
     muon: Optimizer,
     others: Mapping[str, Reported],
 ) -> Engine:
     """The engine of a plan. `overlap`: of the engine before. `others`: optimizers in Muon's report, by name."""
+    options = selected.options
     program = make_program(plan, agreement.rank, geometries)
     buffers = Buffers(program, device_of(params), wire_dtypes(plan, program), kept=options.keep_buffers)
     names = [trained.fqn for trained in params]
@@ -205,16 +222,18 @@ def engine_of(
         tuple(params),
         tuple(map(storage_of, params, plan.parameters)),
         iterations,
-        tuple(methods_of(plan, iterations, dispatch_of(buffers.device, options))),
+        tuple(methods_of(plan, iterations, selected.dispatch)),
         buffers,
         Exchange(program, buffers, collectives, agreement),
         FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan)),
         agreement,
         options,
     )
-    # The overlap of the engine before, because hooks in the model hold it.
-    algorithm = algorithm_of(options, [trained.group for trained in params])
-    engine = Engine(rank, algorithm, states, overlap_of(options) if overlap is None else overlap)
+    if overlap is None:
+        # Else the overlap of the engine before, because hooks in the model hold it.
+        made = (feature.overlap() for feature in selected.features_of(options, selected.algorithm))
+        overlap = next((late for late in made if late is not None), None)
+    engine = Engine(rank, selected, states, overlap)
     allocated = 0 if options.keep_buffers else buffers.memory.nbytes + engine.workspace.nbytes
     if warning := fragmentation(buffers.device.type, allocated, os.environ):
         warn(warning)
@@ -234,15 +253,16 @@ class Engine:
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, algorithm: Algorithm, states: MatrixStates, overlap: ForwardUpdates | None) -> None:
-        self._algorithm, self.overlap = algorithm, overlap
+    def __init__(self, rank: Rank, selected: Selection, states: MatrixStates, overlap: LateUpdates | None) -> None:
+        self._algorithm, self._features_of, self.overlap = selected.algorithm, selected.features_of, overlap
         self._iterations = compared(rank.params)
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
         self.rank, self._states = rank, states
         self._names = frozenset(trained.fqn for trained in rank.params)
-        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, before)
+        features = self._features_of(rank.options, self._algorithm)
+        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, features, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
         self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)
 
@@ -319,7 +339,7 @@ class Engine:
         rank, parts = self.rank, self._parts
         if scaling is not None:
             rank.report.add_skipped(scaling.skipped, scaling.differs)
-            if parts.reads_flag:
+            if parts.algorithm.reads_flag:
                 gradients = replace(gradients, scaling=scaling)
             elif scaling.skipped:
                 # The host waits for the flag, because the algorithm has no kernels that read the flag.

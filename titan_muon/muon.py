@@ -21,15 +21,19 @@ from .comm.equality import check_equal
 from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
-from .engine import Engine, checked_plan, engine_of, report_of
-from .features import check_plan, check_used
+from .engine import Engine, Selection, checked_plan, engine_of, report_of
+from .features import check_used, features_of
+from .foreign import unsupported_reason
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
-from .plan.terms.types import Plan
+from .plan.terms.layout import Geometries
+from .plan.terms.types import Layout, Plan
+from .selection import select
 from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of, splits_of
 from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
 from .state.matrix_states import MatrixStates, with_matrix_states
 from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .step.algorithm import PlanContext
+from .step.feature import check_plan
 from .step.gradients import StepGradients, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
@@ -338,7 +342,7 @@ class Muon(SkipsSteps, Optimizer):
         rank, options = self.engine.rank, replace(self._options, offload=to)
         named = [(trained.fqn, trained.param) for trained in rank.params]
         context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
-        check_plan(context, self._algorithm)
+        check_plan(context, self._algorithm, features_of)
         self._options = options
         params = moved(rank.params, self.state, to)
         self.engine.rebuild(params, self._options)
@@ -409,17 +413,12 @@ class Muon(SkipsSteps, Optimizer):
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = together(self._trained_params)
-        groups = [trained.group for trained in params]
-        if self._options.fused == "auto":
-            from .algorithms.fused import with_fused
-
-            self._options = with_fused(self._options, device_of(params), [trained.param for trained in params], groups)
         # Of all ranks, because a pipeline stage may lack the groups of an algorithm.
         names = agreement.distinct(together(lambda: algorithms_in(self._options, self.param_groups)))
         together(lambda: check_used(self._options, frozenset().union(*names)))
-        self._algorithm = algorithm_of(self._options, groups)
         separate = separate_layouts(params, agreement)
-        plan, geometries = together(lambda: checked_plan(params, self._options, separate, agreement.rank))
+        selected, (plan, geometries) = together(lambda: self._selected_plan(params, separate, agreement.rank))
+        self._options, self._algorithm = selected.options, selected.algorithm
         empty = [number for number in range(len(params)) if not self._algorithm.for_parameter(number).momentum]
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options, empty))
         of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
@@ -427,12 +426,20 @@ class Muon(SkipsSteps, Optimizer):
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         overlap = None if self._engine is None else self._engine.overlap
-        rest = (self._options, self.transport(), agreement, self._matrix_states(plan), overlap)
+        rest = (selected, self.transport(), agreement, self._matrix_states(plan), overlap)
         engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, others=self._others))
         engine.attach()
         engine.warm_up()
         return engine
 
+    def _selected_plan(
+        self, params: Sequence[TrainedParam], separate: Mapping[str, Layout], rank: int
+    ) -> tuple[Selection, tuple[Plan, Geometries]]:
+        groups, tensors = [trained.group for trained in params], [trained.param for trained in params]
+        selected = select(self._options, groups, tensors, device_of(params))
+        return selected, checked_plan(params, selected, separate, rank)
+
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         of_muon = self.param_groups, self.state, self._agreed.rank, self._options
-        return tuple(trained_params(*of_muon, counts_steps=algorithm_of(self._options, self.param_groups).counts_steps))
+        counts_steps = algorithm_of(self._options, self.param_groups).counts_steps
+        return tuple(trained_params(*of_muon, counts_steps=counts_steps, unsupported_reason=unsupported_reason))

@@ -147,6 +147,10 @@ class Expert:
     """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas if faster),
     `all_gather` to all ranks, which all orthogonalize it, or `all_gather_reduce_scatter`."""
 
+    planner: Annotated[Literal["search", "rule"], MAY_CHANGE] = "search"
+    """Owners and rounds: by a `search` for the fastest modelled step on a machine, or by a fixed `rule` that needs no
+    machine, with balanced owners and 2 to 8 rounds of about 64 MiB on a rank."""
+
     replicas: Annotated[Literal["auto", "split", "redundant"], MAY_CHANGE] = "auto"
     """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
     sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`

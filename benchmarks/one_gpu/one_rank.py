@@ -30,9 +30,11 @@ from titan_muon.comm.clip import NormCheck
 from titan_muon.comm.exchange import Collectives
 from titan_muon.engine import plan_step
 from titan_muon.options import Machine, MuonOptions, Split
-from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.step.rank import dispatch_of, planning_machine
+from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.machine import planning_machine
+from titan_muon.plan.terms.types import Plan
+from titan_muon.selection import select
 from titan_muon.tensors.process_groups import forget_meshes
 
 NOISE = 1e-3
@@ -112,8 +114,9 @@ def plan_of(world: World) -> Plan:
     """The plan of a recipe for GPUs, without the memory of the parameters."""
     named = meta_parameters(world, "muon")
     options = MuonOptions(split=splits_of(world))
-    dispatch, groups = dispatch_of(torch.device("cuda"), options), [group for _, _, group in named]
-    return plan_step([(fqn, tensor) for fqn, tensor, _ in named], groups, dispatch, options)
+    groups, tensors = [group for _, _, group in named], [tensor for _, tensor, _ in named]
+    selected = select(options, groups, tensors, torch.device("cuda"))
+    return plan_step([(fqn, tensor) for fqn, tensor, _ in named], groups, selected)
 
 
 def splits_of(world: World) -> tuple[Split, ...]:

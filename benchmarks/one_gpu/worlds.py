@@ -125,7 +125,7 @@ def described(source: Source) -> World:
     import models  # noqa: F401 (registers the families)
     from titan_muon.options import Expert
     from titan_muon.plan.cost.timeline import timeline
-    from titan_muon.step.rank import planning_machine
+    from titan_muon.plan.terms.machine import planning_machine
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.machines import rates
 from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
-from titan_muon.plan.terms.machine import MachineRates, Work, standard_elements, standard_flops
+from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.types import (
     Bucket,
     Cut,
@@ -34,6 +34,7 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
+from titan_muon.plan.terms.work import Work, standard_elements, standard_flops
 from titan_muon.tensors.matrices import stack_of
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))

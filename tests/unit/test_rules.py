@@ -18,7 +18,8 @@ from titan_muon.algorithms.fused import with_fused
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.options import MuonOptions, OptionError
-from titan_muon.plan.terms.machine import Choices, Work
+from titan_muon.orthogonalize.measured import Choices
+from titan_muon.plan.terms.work import Work
 from titan_muon.ranges import FRACTION
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..comm.clip import Scaling
 from ..options import MuonOptions, OptionError
-from ..orthogonalize import measured_choices
+from ..orthogonalize.measured import measured_choices
 from ..step.algorithm import Algorithm, Decorated, Group, PlanContext, Tensors
+from ..step.feature import Feature, StepParts
 from ..step.rounding import seed_of
 from ..tensors.draws import wrapped
 from ..tensors.storage import STEP
@@ -209,20 +210,28 @@ def has_kernels(algorithm: Algorithm) -> bool:
     return all(getattr(type(algorithm), n) is getattr(MuonAlgorithm, n) for n in methods)
 
 
-def check(context: PlanContext) -> None:
-    """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
-    options, device = context.options, context.device
-    if not has_kernels(algorithm_of(options)):
-        problem = f"= True has kernels for algorithm = 'muon' and 'normuon', and not for {options.algorithm!r}"
-        raise OptionError("fused", f"{problem}; set False")
-    # A dry run may plan for GPUs that this machine lacks.
-    if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):
-        remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
-        raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
-    wrong = [fqn for fqn, tensor in context.named if tensor.dtype not in DTYPES]
-    if wrong:
-        problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
-        raise OptionError("fused", problem)
+class FusedFeature(Feature):
+    """Kernels for momentum and update."""
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
+        options, device = context.options, context.device
+        if not has_kernels(algorithm_of(options)):
+            problem = f"= True has kernels for algorithm = 'muon' and 'normuon', and not for {options.algorithm!r}"
+            raise OptionError("fused", f"{problem}; set False")
+        # A dry run may plan for GPUs that this machine lacks.
+        if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):
+            remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
+            raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
+        wrong = [fqn for fqn, tensor in context.named if tensor.dtype not in DTYPES]
+        if wrong:
+            problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
+            raise OptionError("fused", problem)
+
+    def decorate(self, parts: StepParts) -> None:
+        tables = Tables(parts.rank)
+        parts.algorithm = Fused(parts.algorithm, tables)
+        parts.hooks.append(tables)
 
 
 def with_fused(

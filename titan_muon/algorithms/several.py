@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..options import MuonOptions, OptionError
-from ..plan.terms.machine import Work
+from ..plan.terms.work import Work
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import Algorithm, Group, PlanContext, Tensors
 from .muon import MuonAlgorithm

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..options import MuonOptions, OptionError
-from ..plan.terms.machine import Work
+from ..plan.terms.work import Work
 from ..state.matrix_states import StateSpec
 from ..step.algorithm import Group, PlanContext, Tensors
 from ..tensors.storage import STEP

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..options import Split
 from ..owned import is_owned
 from ..owned.param import holders
-from ..plan import Plan
-from ..plan.terms.types import MatrixStack
+from ..plan.terms.types import MatrixStack, Plan
 from ..tensors.matrices import doubts_about, matrix_shapes, stack_of
 from ..tensors.names import families, family, listed
 from .groups import ParamGroup

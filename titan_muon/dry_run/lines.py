@@ -13,11 +13,12 @@ from ..assignment.rules import Assignment, splits_with
 from ..assignment.table import doubts, split_lines
 from ..options import Split, plural
 from ..owned import is_owned
-from ..plan import Plan, Summary
 from ..plan.cost.timeline import Timeline
 from ..plan.search.ownership import OwnedTotals, load_lines
+from ..plan.summary import Summary
 from ..plan.terms.layout import Geometries
 from ..plan.terms.pieces import Assembly, assemblies
+from ..plan.terms.types import Plan
 from ..tensors.matrices import stack_of
 from ..tensors.names import family
 from .memory import muon_of

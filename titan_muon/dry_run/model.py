@@ -12,15 +12,17 @@ from ..adam import AdamW
 from ..algorithms import algorithms_in
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
-from ..engine import plan_step
+from ..engine import elements_of, plan_step
 from ..features import check_used
 from ..muon import Muon
 from ..options import Machine
-from ..plan import Plan, Summary, summarize
+from ..plan.cost.passes import passes_of
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
-from ..plan.terms.machine import MachineRates
-from ..step.rank import dispatch_of, planning_machine
+from ..plan.summary import Summary, summarize
+from ..plan.terms.machine import MachineRates, planning_machine
+from ..plan.terms.types import Plan
+from ..selection import select
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads
@@ -82,7 +84,11 @@ def plan_of(muon: Muon | None, device: str, machine: Machine | None = None) -> P
     check_splits([fqn for fqn, _ in named], muon.options.split)
     check_used(muon.options, algorithms_in(muon.options, muon.param_groups))
     options = muon.options if machine is None else replace(muon.options, machine=machine)
-    return plan_step(named, [group for _, _, group in trained], dispatch_of(torch.device(device), options), options)
+    groups, tensors = [group for _, _, group in trained], [parameter for _, parameter in named]
+    selected = select(options, groups, tensors, torch.device(device))
+    plan = plan_step(named, groups, selected)
+    # A rule needs no passes, but the forecast of memory does.
+    return replace(plan, passes=passes_of(elements_of(named, selected), selected.options))
 
 
 def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:

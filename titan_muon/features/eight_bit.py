@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..options import OptionError
 from ..plan.terms.types import Parameter
 from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
+from ..step.feature import Feature, StepParts
 from ..step.foreach import MomentumCall
 from ..step.rank import Rank
 from ..tensors.draws import hash_counts
@@ -30,19 +31,6 @@ BLOCK = 64
 LARGEST = 127
 MARGIN = 2.0**-10
 """Draws are from MARGIN to 1 - MARGIN, so that encoding does not change a decoded number."""
-
-
-def check(context: PlanContext) -> None:
-    """Raise OptionError for momentum on the host or on the owner alone, and for matrices that cut blocks."""
-    for name, needed in (("offload", "none"), ("state", "replicated")):
-        value = getattr(context.options, name)
-        if value != needed:
-            problem = f"= {value!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
-            raise OptionError(name, problem)
-    for (_, tensor), planned in zip(context.named, context.parameters, strict=True):
-        if problem := _cut_blocks(tensor, planned):
-            text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
-            raise OptionError("state_dtype", text)
 
 
 def _cut_blocks(tensor: Tensor, planned: Parameter) -> str:
@@ -130,3 +118,22 @@ def draws(shape: torch.Size, key: int, step: int, device: torch.device) -> Tenso
     bits = torch.arange(first, first + shape.numel(), device=device).to(torch.int32)
     uniform = hash_counts(bits, torch.empty_like(bits)).float().add_(0.5).mul_(2.0**-16)
     return uniform.mul_(1 - 2 * MARGIN).add_(MARGIN).view(shape)
+
+
+class EightBitFeature(Feature):
+    """Momentum in 8 bits."""
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for momentum on the host or on the owner alone, and for matrices that cut blocks."""
+        for name, needed in (("offload", "none"), ("state", "replicated")):
+            value = getattr(context.options, name)
+            if value != needed:
+                problem = f"= {value!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
+                raise OptionError(name, problem)
+        for (_, tensor), planned in zip(context.named, context.parameters, strict=True):
+            if problem := _cut_blocks(tensor, planned):
+                text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
+                raise OptionError("state_dtype", text)
+
+    def decorate(self, parts: StepParts) -> None:
+        parts.algorithm = EightBit(parts.algorithm, parts.rank)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..options import OptionError
+from ..step.feature import Feature
 from ..step.foreach import without_parameters
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
@@ -138,3 +139,10 @@ class ForwardUpdates:
         moved = [index for index in sorted(stored) if not storage[index].is_of_weights(params[index])]
         suspended.updates[:] = without_parameters(suspended.updates, moved)
         return [params[index].fqn for index in moved]
+
+
+class ForwardFeature(Feature):
+    """The next forward ends the last buckets of a step."""
+
+    def overlap(self) -> ForwardUpdates:
+        return ForwardUpdates()

@@ -20,6 +20,7 @@ from ..comm.faults import norm_dtype
 from ..orthogonalize import NO_UPDATE
 from ..plan.terms.layout import spans
 from ..plan.terms.types import Plan
+from ..step.feature import Feature, StepParts
 from ..step.foreach import Rectangle, rectangle_of
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
@@ -71,7 +72,7 @@ class GradientMask(UpdateMask):
 
     def __init__(self, rank: Rank, views: Sequence[BucketViews], idle: IdleSteps) -> None:
         super().__init__(rank.report)
-        self._rank, self._idle = rank, idle
+        self._rank, self.idle = rank, idle
         matrices = rank.plan.matrices
         self._parts, self._numbers = list[Rectangle](), list[int]()
         for parcel in (parcel for bucket in rank.program.buckets for parcel in bucket.stored):
@@ -96,7 +97,7 @@ class GradientMask(UpdateMask):
         self._agreed = True
 
     def begin(self, gradients: StepGradients) -> None:
-        self._idle.warn()
+        self.idle.warn()
         self._codes.zero_()
         self._add_gradients(gradients)
         self._add_missing(gradients)
@@ -146,4 +147,15 @@ class GradientMask(UpdateMask):
 
     def end(self) -> None:
         self._agree()
-        self._idle.on_host.copy_(self._held, non_blocking=True)
+        self.idle.on_host.copy_(self._held, non_blocking=True)
+
+
+class IdleFeature(Feature):
+    """Matrices with a zero gradient are held."""
+
+    def build(self, parts: StepParts, before: StepParts | None) -> None:
+        counted = next((hook.idle for hook in before.hooks if isinstance(hook, GradientMask)), None) if before else None
+        parts.mask = mask = GradientMask(
+            parts.rank, parts.views, counted or IdleSteps(parts.rank.plan, parts.rank.device)
+        )
+        parts.hooks.append(mask)

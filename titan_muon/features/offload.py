@@ -25,6 +25,7 @@ from ..comm.buffers import StepMemory
 from ..options import Offload, OptionError
 from ..plan.exchange.phases import Act
 from ..step.algorithm import PlanContext
+from ..step.feature import Feature, StepParts
 from ..step.foreach import MomentumCall, Rectangle, UpdateCall, carved, slot_bytes
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
@@ -33,18 +34,6 @@ from ..step.views import BucketViews
 
 TRANSFERS_AT_ONCE = 2
 """One transfer is in use while the next arrives or the last leaves."""
-
-
-def check(context: PlanContext) -> None:
-    """Raise OptionError for an overlap that needs tensors on the device, and for matrices that share rows."""
-    options = context.options
-    if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
-        problem = f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
-        raise OptionError("overlap", problem)
-    # Transfers move whole rows, so two transfers would overwrite common rows.
-    if shared := next((parameter.fqn for parameter in context.parameters if parameter.stack.interleaved), None):
-        problem = f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
-        raise OptionError("offload", problem)
 
 
 class Copied(NamedTuple):
@@ -250,3 +239,27 @@ def _slot(place: Iterable[tuple[Name, Rectangle]], views: Iterable[Tensor]) -> d
 def _view(slot: Mapping[Key, Tensor], name: Name, part: Rectangle) -> Tensor:
     rows = slot[name, part.parameter, part.start]
     return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
+
+
+class OffloadFeature(Feature):
+    """Tensors on the host between steps."""
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for an overlap that needs tensors on the device, and for matrices that share rows."""
+        options = context.options
+        if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
+            problem = (
+                f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
+            )
+            raise OptionError("overlap", problem)
+        # Transfers move whole rows, so two transfers would overwrite common rows.
+        if shared := next((parameter.fqn for parameter in context.parameters if parameter.stack.interleaved), None):
+            problem = (
+                f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
+            )
+            raise OptionError("offload", problem)
+
+    def build(self, parts: StepParts, before: StepParts | None) -> None:
+        parts.offload = offload = HostOffload(parts.rank, parts.views, parts.rank.options.offload)
+        parts.views = offload.views
+        parts.hooks.append(offload)

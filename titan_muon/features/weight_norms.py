@@ -18,20 +18,11 @@ from ..comm.faults import Fault
 from ..options import OptionError
 from ..plan.terms.layout import Geometries, spans
 from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated, PlanContext
+from ..step.feature import Feature, StepParts
 from ..step.foreach import rectangle_of
 from ..step.gradients import StepGradients
 from ..step.rank import Rank
 from ..step.views import Batch
-
-
-def check(context: PlanContext) -> None:
-    """Raise OptionError for updates after the step, and for weights on the host."""
-    algorithm = f"algorithm = {context.options.algorithm!r}"
-    if context.options.overlap == "forward":
-        problem = f"= 'forward' applies updates in forward, before {algorithm} can project the weights"
-        raise OptionError("overlap", f"{problem}; set 'none'")
-    if context.options.offload == "parameters":
-        raise OptionError("offload", f"= 'parameters': {algorithm} projects weights on the device; set 'state'")
 
 
 class WeightNorms(Decorated):
@@ -114,3 +105,22 @@ class WeightNorms(Decorated):
         if works:
             sums.add_(self._local)
         sums.sqrt_()
+
+
+class WeightNormsFeature(Feature):
+    """Constant norms of matrices."""
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for updates after the step, and for weights on the host."""
+        algorithm = f"algorithm = {context.options.algorithm!r}"
+        if context.options.overlap == "forward":
+            problem = f"= 'forward' applies updates in forward, before {algorithm} can project the weights"
+            raise OptionError("overlap", f"{problem}; set 'none'")
+        if context.options.offload == "parameters":
+            raise OptionError("offload", f"= 'parameters': {algorithm} projects weights on the device; set 'state'")
+
+    def decorate(self, parts: StepParts) -> None:
+        parts.algorithm = weight_norms = WeightNorms(parts.algorithm, parts.rank)
+        norms, states = weight_norms.norms.items(), parts.states
+        parts.states = {**states, **{number: {**states.get(number, {}), **norm} for number, norm in norms}}
+        parts.hooks.append(weight_norms)

@@ -1,7 +1,7 @@
 """Newton-Schulz orthogonalization: tensors in, tensors out."""
 
 from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
-from .dispatch import DTYPES, Dispatch, Kernel, Method, kernels_for, measured_choices
+from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .newton_schulz import (
     NO_UPDATE,
     frobenius_norms,
@@ -23,9 +23,7 @@ __all__ = [
     "frobenius_norms",
     "iterate",
     "iteration",
-    "kernels_for",
     "largest_value",
-    "measured_choices",
     "orthogonalize",
     "prepared",
     "zero_nonfinite_",

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import distributions
 from itertools import pairwise
 
 import torch
 
-from titan_muon.options import Machine, OptionError
-from titan_muon.plan.terms.machine import (
+from titan_muon.options import OptionError
+from titan_muon.plan.terms.work import (
+    CPU,
     CPU_FLOAT32,
-    MACHINES,
-    Choices,
-    MachineRates,
-    choices_of,
+    GPU,
+    MethodRates,
     gram_elements,
     gram_flops,
-    machine_of,
     standard_elements,
 )
 
@@ -123,8 +120,8 @@ class Dispatch:
         algorithm: `auto` takes the cheapest safe algorithm for each shape.
         dtype: `auto` takes the fastest, and among equally fast dtypes the most precise.
         kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
-        machine: the planned machine; by default of the device type. CPUs use the entry of their instructions, so that a
-            plan for a different machine computes the same bits.
+        gpu: rates of the planned machine. CPUs have the rates of their instructions, so that a plan for a different
+            machine computes the same bits.
         float16: whether `auto` may take float16.
     """
 
@@ -133,7 +130,7 @@ class Dispatch:
     device: str = "cpu"
     kernels: tuple[Kernel, ...] = ()
     cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
-    machine: MachineRates | None = None
+    gpu: MethodRates = GPU
     float16: bool = True
 
     def __post_init__(self) -> None:
@@ -158,10 +155,10 @@ class Dispatch:
         return replace(best, products=products, batch=batch, reason=self._reason(best, seconds))
 
     @property
-    def rates(self) -> MachineRates:
+    def rates(self) -> MethodRates:
         if self.device == "cpu":
-            return MACHINES["cpu"] if self.cpu_bfloat16 else CPU_FLOAT32
-        return machine_of(Machine(), self.device) if self.machine is None else self.machine
+            return CPU if self.cpu_bfloat16 else CPU_FLOAT32
+        return self.gpu
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
         """Safe methods; among equally fast methods the first wins."""
@@ -233,26 +230,3 @@ def restarts(steps: int) -> tuple[int, ...]:
     # Longer runs lose small singular values: with DeepSeek-V4's ten steps, runs of four in float16 have more error than
     # the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))
-
-
-def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
-    """The kernels for the option `ns_kernel`. Raises OptionError for a kernel without support."""
-    if choice == "auto":
-        kernels = (Kernel(**entry) for entry in measured_choices(device).kernels)
-        return tuple(kernel for kernel in kernels if kernel.products in ("plain", *installed()))
-    if choice == "plain":
-        return ()
-    if device.type != "cuda" or choice not in installed():
-        raise OptionError("ns_kernel", f"= {choice!r} needs CUDA and the package triton; install it or choose 'auto'")
-    return tuple(Kernel(dtype, 1, choice) for dtype in HALVES)
-
-
-def measured_choices(device: torch.device) -> Choices:
-    """The choices for this machine's GPU; without a measurement for another device."""
-    has_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return choices_of(torch.cuda.get_device_name(device) if has_gpu else "")
-
-
-def installed() -> list[str]:
-    """The kernels whose packages are installed."""
-    return ["triton"] if any(distributions(name="triton")) else []

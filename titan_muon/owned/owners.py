@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..plan.search.ownership import OwnedItem, Ownership, assign_owners, load_lines
-from ..plan.terms.machine import standard_flops
+from ..plan.terms.work import standard_flops
 from ..tensors.dtensor import layer_of
 from ..tensors.matrices import split_of, stack_of
 from ..tensors.names import unwrapped

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..options import MuonOptions, OptionError
+from .cost.passes import passes_of
 from .cost.walk import Costs
 from .exchange.patterns import PATTERNS
-from .search.owners import Problem, make_problem
+from .planning import PlanRequest, has_replicas, matrices_of, separate_reasons
+from .search.owners import Problem, make_problem, with_state_ranks
 from .search.search import CandidatePlan, fastest
 from .terms.layout import Geometries
-from .terms.machine import FLOAT32_COST, ElementwiseCost, MachineRates, Work, WorkOf, machine_of
+from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
+from .terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf
 
 MUST_SAVE = 0.03
 """Share of the price that hierarchical returns must save, so that small modelled gains do not decide."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """A planner: the fastest found plan on a machine."""
+
+    machine: MachineRates
+
+    def __call__(self, request: PlanRequest) -> Plan:
+        options, work_of = request.options, request.work_of
+        parameters = with_state_ranks(request.parameters, options, work_of, request.kept)
+        return make_plan(parameters, work_of, options, self.machine, passes_of(request.elements, options))
 
 
 def make_plan(
@@ -32,7 +47,7 @@ def make_plan(
     small a `buffer_gib`.
     """
     geometries = Geometries(parameters)
-    matrices, works = _matrices(parameters, geometries, work_of)
+    matrices, works = matrices_of(parameters, geometries, work_of)
     rates = machine_of(options.machine) if machine is None else machine
     # On a CPU, batches stay in the caches.
     works = _with_full_batches(matrices, works, passes) if rates.host else works
@@ -41,7 +56,7 @@ def make_plan(
     reasons = (
         best.reason,
         _hierarchical_reason(problem),
-        *_separate_reasons(parameters),
+        *separate_reasons(parameters),
         _state_reason(options, parameters),
     )
     return Plan(
@@ -88,9 +103,7 @@ def _variants(problem: Problem) -> Iterator[tuple[Problem, float]]:
     """Problems to search, and the share of the price that each must save."""
     pieces = problem.costs.pieces
     yield problem, 0.0
-    kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
-    has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)
-    if has_replicas and problem.pattern is PATTERNS["all_to_all"]:
+    if problem.pattern is PATTERNS["all_to_all"] and has_replicas(problem.tasks, problem.groups, pieces):
         yield replace(problem, pattern=PATTERNS["hierarchical"]), MUST_SAVE
 
 
@@ -107,31 +120,3 @@ def _state_reason(options: MuonOptions, parameters: Sequence[Parameter]) -> str:
     if options.state != "owner" or any(parameter.state_ranks for parameter in parameters):
         return ""
     return "state = 'owner' has no effect: no matrix has replicas that could do without momentum"
-
-
-def _separate_reasons(parameters: Sequence[Parameter]) -> Iterator[str]:
-    texts = {
-        True: "plain tensors that differ between ranks; each rank orthogonalizes its own",
-        False: "separate tensors on separate meshes; each mesh orthogonalizes its own, with momentum on all its ranks",
-    }
-    for plain, text in texts.items():
-        if names := [p.fqn for p in parameters if p.separate and p.plain == plain]:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            yield f"{', '.join(names[:5])}{more}: {text}"
-
-
-def _matrices(
-    parameters: Sequence[Parameter], geometries: Geometries, work_of: WorkOf
-) -> tuple[tuple[Matrix, ...], tuple[Work, ...]]:
-    matrices = []
-    works: dict[Work, int] = {}
-    for number, parameter in enumerate(parameters):
-        # A parameter may have hundreds of equal experts.
-        work_at: dict[tuple[int, int], tuple[int, int]] = {}
-        for index in range(len(parameter.stack.matrices)):
-            shape = geometries[number].shape(index)
-            if shape not in work_at:
-                work = work_of(number, *shape)
-                work_at[shape] = work.flops, works.setdefault(work, len(works))
-            matrices.append(Matrix(number, index, *shape, *work_at[shape]))
-    return tuple(matrices), tuple(works)

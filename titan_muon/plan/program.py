@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .cost.walk import batches
 from .exchange.patterns import PATTERNS
 from .exchange.phases import Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
-from .terms.types import Bucket, Plan
+from .terms.types import Bucket, Matrix, Plan
+from .terms.work import Work
 
-__all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "make_program"]
+__all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "batches", "make_program"]
 
 
 @dataclass(frozen=True)
@@ -103,3 +104,24 @@ def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> Bucke
     bucket = Bucket("all_to_all", (rank,), matrices, (rank,) * len(matrices))
     phase = Phase(Collective.ALL_TO_ALL, parcels(stored, (rank,)), (), (0,), (0,), travels=False, group=(rank,))
     return BucketProgram(bucket, matrices, phase, phase, mirrored=True)
+
+
+def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
+    """Indices of each batch for a single orthogonalization: matrices of equal shape and work."""
+    equal: dict[tuple[int, int, int], list[int]] = {}
+    for index in chosen:
+        matrix = matrices[index]
+        equal.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
+    result = []
+    for (_, _, work), indices in equal.items():
+        left = iter(indices)
+        result += [tuple(next(left) for _ in range(size)) for size in batch_sizes(len(indices), works[work])]
+    return tuple(result)
+
+
+def batch_sizes(count: int, work: Work) -> list[int]:
+    """Sizes of the batches of `count` equal matrices."""
+    # 9 matrices with room for 8 become 5 and 4: the largest batch sets the workspace, and small batches are slow.
+    parts = -(-count // work.batch)
+    size = -(-count // parts)
+    return [size] * (count // size) + ([count % size] if count % size else [])

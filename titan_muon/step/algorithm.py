@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..options import MuonOptions
 from ..orthogonalize import Dispatch, Iteration
-from ..plan.terms.machine import Work, WorkOf
 from ..plan.terms.types import Parameter, Plan
+from ..plan.terms.work import Work, WorkOf
 from ..state.matrix_states import StateSpec
 
 if TYPE_CHECKING:

@@ -17,74 +17,22 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..options import MuonOptions
 from ..plan.terms.layout import Span
-from ..plan.terms.machine import FLOAT32_COST, ElementwiseCost, Traffic, traffic
+from ..plan.terms.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
 from ..tensors.storage import Storage
 from .gradients import StepGradients
 from .rank import Rank
-from .rounding import BYTES, RoundedTogether, chunk_of, memory_bytes
+from .rounding import RoundedTogether, chunk_of, memory_bytes
 
 ALIGNMENT = 64
 """Bytes, for different dtypes and vectorized kernels."""
-ACCELERATOR_BYTES = 2**25
-"""Limit on the wide elements of a call."""
 CPU_BYTES = 2**15
 """Limit for several tensors in a call on a CPU: the L1 cache."""
-CPU_CHUNK_BYTES = 2**20
-"""Limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
 
 
 def call_bytes(device: str) -> int:
     """Limit on the wide elements of several tensors in a call."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
-
-
-def chunk_bytes(device: str) -> int:
-    """Limit for one tensor in a call. Larger tensors are cut into rows."""
-    return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
-
-
-WIDE_BYTES = 4
-"""Bytes of an element in the arithmetic of the momentum."""
-
-
-def passes_of(
-    dtypes: Collection[tuple[torch.dtype, int]], options: MuonOptions, device: str, temporary_bytes: int
-) -> ElementwiseCost:
-    """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights.
-
-    `dtypes`: with the bytes of an element in transit. `temporary_bytes`: of the algorithm's `rescale`.
-    """
-    state_bytes, traffics = 2 if options.state_dtype == "bfloat16" else 4, list[Traffic]()
-    advance, apply, drawn = [0], [0], False
-    for dtype, wire_bytes in dtypes:
-        size, wide = dtype.itemsize, max(state_bytes, dtype.itemsize)
-        stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
-        drawn = drawn or stochastic
-        kept, temporary = 0, 0
-        if not options.fused:
-            # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-            kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
-            temporary = BYTES if stochastic else size if size > wire_bytes else 0
-            if device == "cpu" and size == wire_bytes == 2 and not stochastic:
-                # `add_scaled` converts updates of 16 bits.
-                temporary += WIDE_BYTES
-            temporary += max(WIDE_BYTES, size) if options.cautious else 0
-        advance.append(kept)
-        apply.append(temporary)
-        flags = {"stochastic": stochastic, "cautious": options.cautious, "fused": options.fused is True}
-        traffics.append(traffic(size, state_bytes, wire_bytes, **flags))
-    limit = chunk_bytes(device)
-    return ElementwiseCost(
-        advance_elements=limit // WIDE_BYTES,
-        advance_bytes=max(advance),
-        apply_elements=limit // (BYTES if drawn else WIDE_BYTES),
-        apply_bytes=max(apply),
-        finish_bytes=temporary_bytes,
-        # With the fields as a second key, because two kinds of parameters may have equal sums.
-        traffic=max(traffics, key=lambda moved: (moved.advance + moved.apply, moved), default=FLOAT32_COST.traffic),
-    )
 
 
 class Rectangle(NamedTuple):
@@ -314,7 +262,7 @@ def update_calls(pieces: Iterable[StoredPiece], rank: Rank, scratch: Tensor) -> 
         for item in _rectangles(
             piece,
             storage[piece.parameter],
-            BYTES if draws[piece.parameter] else storage[piece.parameter].param.element_size(),
+            ROUNDING_BYTES if draws[piece.parameter] else storage[piece.parameter].param.element_size(),
             device,
         )
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,33 +12,12 @@ from ..comm.agreement import Agreement
 from ..comm.buffers import Buffers
 from ..comm.exchange import Exchange
 from ..comm.report import FaultReport
-from ..options import Machine, MuonOptions, OptionError
-from ..orthogonalize import Dispatch, Iteration, Method, kernels_for, measured_choices
+from ..options import MuonOptions
+from ..orthogonalize import Dispatch, Iteration, Method
 from ..plan.program import Program
-from ..plan.terms.machine import MachineRates, machine_of
 from ..plan.terms.types import Plan
 from ..tensors.device import on_device
 from ..tensors.storage import Storage, TrainedParam
-
-
-def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
-    """The choice of Newton-Schulz methods."""
-    machine = planning_machine(options.machine, device.type)
-    kernels, choices = kernels_for(options.ns_kernel, device), measured_choices(device)
-    names = options.orthogonalize, options.ns_dtype, device.type
-    return Dispatch(*names, kernels, machine=machine, float16=choices.float16)
-
-
-def planning_machine(options: Machine, device: str) -> MachineRates:
-    """The rates for a device type. Raises OptionError for an unreadable or invalid file."""
-    measured = None
-    if options.file is not None:
-        try:
-            measured = Path(options.file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
-            raise OptionError("machine.file", problem) from error
-    return machine_of(options, device, measured)
 
 
 def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:

@@ -18,14 +18,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..plan.terms.work import ROUNDING_BYTES
 from ..tensors.draws import hash_counts, wrapped
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 ALIGNMENT = 16
 """Elements of a chunk, for vectorized kernels."""
-BYTES = 12
-"""Bytes of an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
 UPPER_HALF = -(2**16)
 
@@ -91,7 +90,7 @@ def seed_of(step: int) -> int:
 def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> RoundedTogether:
     """A chunk in `scratch`. `firsts`: counts of the first elements."""
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
-    memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
+    memory = scratch[: ROUNDING_BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
     starts = tuple(wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
     wide, added, draws = (
         tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
@@ -102,7 +101,7 @@ def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tenso
 
 def memory_bytes(tensor: Tensor) -> int:
     """Bytes in a chunk."""
-    return BYTES * _aligned(tensor.numel())
+    return ROUNDING_BYTES * _aligned(tensor.numel())
 
 
 def _aligned(elements: int) -> int:

@@ -15,7 +15,7 @@ from ..comm.buffers import BucketBuffers, BufferPiece, StepMemory
 from ..comm.faults import Fault
 from ..comm.report import FlagList, Flags
 from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, prepared
-from ..plan.cost.walk import batches
+from ..plan.program import batches
 from ..plan.terms.layout import Span, spans
 from ..state.matrix_states import MatrixStates
 from .foreach import (

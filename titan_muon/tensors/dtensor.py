@@ -19,24 +19,8 @@ from ..plan.terms.layout import region
 from .device import current_device, is_host
 from .process_groups import ranks_of
 
-MARKS = ("megatron_fsdp_dist_index", "_mfsdp_parameter_group")
-"""Attributes of a parameter of Megatron-FSDP, of the classic implementation and of the experimental one."""
-
 CHUNKS = "__create_chunk_list__"
 """Attribute of a local tensor with its place, see [Note: rows]."""
-
-NOT_FOLLOWED = (
-    "Megatron-FSDP sharded this parameter, and its placements do not tell which rows are on which rank; call "
-    "titan_muon.follow_megatron_fsdp(optimizer, model) before the first step, in place of fully_shard_optimizer"
-)
-
-FLEX_SHARD = ("_placements", "_global_shape")
-"""Attributes of a parameter in a bucket of FlexShard (pytorch/torchtitan#3502), a plain tensor with a rank's part."""
-
-IN_FLEX_SHARD = (
-    "a bucket of FlexShard stores a part of this parameter as a plain tensor, which would be taken for a whole matrix; "
-    "shard the model by fully_shard, with titan_muon.own for whole matrices on single ranks"
-)
 
 
 def layout_of(fqn: str, tensor: Tensor, ranks: Sequence[int] | None = None) -> types.Layout:
@@ -157,17 +141,6 @@ def own_rows(tensor: Tensor) -> types.Interval | None:
         return None
     start = chunks()[0].offsets[0]
     return types.Interval(start, start + local(tensor).size(0))
-
-
-def unread(parameter: Tensor) -> str:
-    """Why Muon cannot read the place of a parameter's part that another framework sharded; empty if it can."""
-    if not isinstance(parameter, DTensor) and all(hasattr(parameter, name) for name in FLEX_SHARD):
-        return IN_FLEX_SHARD
-    # The mesh has the order of axes even where the parameter was copied.
-    marked = isinstance(parameter, DTensor) and (
-        any(hasattr(parameter, mark) for mark in MARKS) or hasattr(parameter.device_mesh, "_shard_order")
-    )
-    return NOT_FOLLOWED if marked and not hasattr(local(parameter), CHUNKS) else ""
 
 
 def set_rows(tensor: DTensor, start: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
-from .dtensor import held_indices, layout_of, local, own_rows, step_device, unread
+from .dtensor import held_indices, layout_of, local, own_rows, step_device
 from .names import named_parameters
 
 STEP = "step"
@@ -61,11 +61,12 @@ def trained_params(
     options: MuonOptions,
     *,
     counts_steps: bool = False,
+    unsupported_reason: Callable[[Tensor], str] = lambda parameter: "",
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum from `state`, if any.
 
     Adds STEP to groups if the options or the algorithm (`counts_steps`) count steps. Raises ValueError for a parameter
-    repeated or without storage.
+    repeated or without storage, and with the text of `unsupported_reason` if this is not empty.
     """
     seen: set[str] = set()
     names: dict[Tensor, str] = {}
@@ -85,7 +86,7 @@ def trained_params(
             if rounds or counts_steps or options.counts_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
-            if problem := unread(parameter):
+            if problem := unsupported_reason(parameter):
                 raise ValueError(f"{fqn}: {problem}")
             on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
             # Megatron-FSDP gives an empty range of rows no gradient.

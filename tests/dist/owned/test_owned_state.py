@@ -21,7 +21,7 @@ from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, m
 from tests.dist.harness import run_ranks
 from titan_muon import Expert, Muon, Owners, own
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
-from titan_muon.plan.terms.machine import standard_flops
+from titan_muon.plan.terms.work import standard_flops
 from titan_muon.tensors.process_groups import fake_world
 
 LAYOUTS = {

@@ -25,7 +25,7 @@ from titan_muon.algorithms.fused import BLOCK, Table, momentum_launch, rows_of, 
 from titan_muon.algorithms.muon import Tensors
 from titan_muon.comm.clip import Scaling
 from titan_muon.options import MuonOptions
-from titan_muon.plan.terms.machine import Choices
+from titan_muon.orthogonalize.measured import Choices
 from titan_muon.step.rank import Rank
 from titan_muon.step.rounding import chunk_of, draw_key, memory_bytes, seed_of
 

@@ -17,7 +17,8 @@ from titan_muon.orthogonalize import (
     iteration,
     prepared,
 )
-from titan_muon.plan.terms.machine import CPU_FLOAT32, MACHINES
+from titan_muon.plan.terms.machine import MACHINES
+from titan_muon.plan.terms.work import CPU, CPU_FLOAT32
 
 JORDAN = coefficients("keller_jordan", 5)
 SHAPES = [(4096, 4096), (1024, 4096), (12288, 4096), (768, 2048), (7168, 18432), (128, 4096)]
@@ -55,7 +56,7 @@ def test_auto_avoids_a_float16_that_was_measured_as_unsafe_or_as_much_slower() -
     # Two measurements are never equal; float16 is the more exact of the two.
     for part, expected in ((0.95, "float16"), (0.5, "bfloat16")):
         machine = replace(MACHINES["h100x8"], flops={"bfloat16": 700e12, "float16": part * 700e12, "float32": 50e12})
-        assert Dispatch(device="cuda", machine=machine).choose(4096, 4096, JORDAN).dtype == expected
+        assert Dispatch(device="cuda", gpu=machine.methods).choose(4096, 4096, JORDAN).dtype == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -81,8 +82,8 @@ def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[in
     for machine in MACHINES.values():
         on_cpu = machine.name.startswith("cpu")
         device, bfloat16 = "cpu" if on_cpu else "cuda", machine.name == "cpu"
-        auto = Dispatch("auto", "auto", device, cpu_bfloat16=bfloat16, machine=machine)
-        assert auto.rates == machine
+        auto = Dispatch("auto", "auto", device, cpu_bfloat16=bfloat16, gpu=machine.methods)
+        assert auto.rates == machine.methods
         best = auto._seconds(auto.choose(*shape, steps), *shape, steps)
         for algorithm in ("standard", "gram"):
             chosen = replace(auto, algorithm=algorithm).choose(*shape, steps)
@@ -90,13 +91,13 @@ def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[in
 
 
 def test_an_automatic_choice_has_a_reason() -> None:
-    assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on h100x8 as standard float16"
+    assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on a GPU as standard float16"
     assert Dispatch("standard", "bfloat16", "cuda").choose(4096, 12288, JORDAN).reason == ""
 
 
 def test_a_cpu_has_its_own_rates_whatever_the_planned_machine() -> None:
-    for bfloat16, expected in ((True, MACHINES["cpu"]), (False, CPU_FLOAT32)):
-        assert Dispatch(cpu_bfloat16=bfloat16, machine=MACHINES["b200x8"]).rates == expected
+    for bfloat16, expected in ((True, CPU), (False, CPU_FLOAT32)):
+        assert Dispatch(cpu_bfloat16=bfloat16, gpu=MACHINES["b200x8"].methods).rates == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

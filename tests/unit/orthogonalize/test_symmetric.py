@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_muon.orthogonalize.dispatch import kernels_for, measured_choices
-from titan_muon.plan.terms.machine import MEASURED, Choices, choices_of
+from titan_muon.orthogonalize.measured import MEASURED, Choices, choices_of, kernels_for, measured_choices
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
@@ -130,10 +129,10 @@ def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
     file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "fused": True}}))
     choices = choices_of("GPU X", file)
     assert (choices.fused, choices.float16) == (True, True)
-    monkeypatch.setattr("titan_muon.orthogonalize.dispatch.installed", lambda: ["triton"])
-    monkeypatch.setattr("titan_muon.orthogonalize.dispatch.measured_choices", lambda device: choices)
+    monkeypatch.setattr("titan_muon.orthogonalize.measured.installed", lambda: ["triton"])
+    monkeypatch.setattr("titan_muon.orthogonalize.measured.measured_choices", lambda device: choices)
     assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain", "triton"]
-    monkeypatch.setattr("titan_muon.orthogonalize.dispatch.installed", list)
+    monkeypatch.setattr("titan_muon.orthogonalize.measured.installed", list)
     assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain"]
     assert choices_of("GPU Y", file) == Choices()
 

@@ -47,6 +47,7 @@ def text_of(seed: int) -> str:
     from tests.shared import muon_keywords
     from titan_muon import Muon
     from titan_muon.engine import checked_plan, report_of
+    from titan_muon.selection import select
     from titan_muon.tensors.storage import trained_params
 
     draw = random.Random(seed)
@@ -71,7 +72,9 @@ def text_of(seed: int) -> str:
     try:
         muon = Muon(groups, **muon_keywords(**({"cautious": True} if tied else options_of(draw))))
         params = list(trained_params(muon.param_groups, muon.state, 0, muon.options))
-        plan, geometries = checked_plan(params, muon.options, {}, 0)
+        groups, tensors = [trained.group for trained in params], [trained.param for trained in params]
+        selected = select(muon.options, groups, tensors, torch.device("cpu"))
+        plan, geometries = checked_plan(params, selected, {}, 0)
         report = report_of(plan, geometries, params, muon.options, muon.param_groups, {}, tuple(range(8)))
         return f"{plan} {report}"
     except ValueError as error:

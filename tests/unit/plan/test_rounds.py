@@ -12,7 +12,7 @@ from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Overlap
 from titan_muon.plan.exchange.phases import EARLY, ordered_rounds, prefetch
-from titan_muon.plan.search.owners import Task
+from titan_muon.plan.planning import Task
 from titan_muon.plan.search.search import in_model_order, rounds
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces

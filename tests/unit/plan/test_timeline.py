@@ -17,9 +17,16 @@ from titan_muon.options import Machine, OptionError, Overlap
 from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
 from titan_muon.plan.cost.walk import Costs
 from titan_muon.plan.search.search import CandidatePlan
-from titan_muon.plan.terms.machine import COLLECTIVE_OPERATORS, MACHINES, STEP_OPERATORS, Link, MachineRates, machine_of
+from titan_muon.plan.terms.machine import (
+    COLLECTIVE_OPERATORS,
+    MACHINES,
+    STEP_OPERATORS,
+    Link,
+    MachineRates,
+    machine_of,
+    planning_machine,
+)
 from titan_muon.plan.terms.types import Parameter, Plan, Shard
-from titan_muon.step.rank import planning_machine
 
 # A single resource takes time, so that expected times are simple.
 FREE = MachineRates(

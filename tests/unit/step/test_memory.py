@@ -17,11 +17,13 @@ from titan_muon import Expert, Muon, own
 from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
+from titan_muon.plan.cost.passes import passes_of
 from titan_muon.plan.cost.walk import Costs, PlanCost
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.step.foreach import CPU_CHUNK_BYTES, MomentumCall, Rectangle, UpdateCall, passes_of
+from titan_muon.plan.terms.work import CPU_CHUNK_BYTES, ElementKind, Elements
+from titan_muon.step.foreach import MomentumCall, Rectangle, UpdateCall
 from titan_muon.tensors.storage import check_devices, trained_params
 
 MIB = 2**20
@@ -78,7 +80,8 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_step(dtype: torch.dty
     call = UpdateCall(group, (count, 1), parts, (param,), (update,), no_memory, scratch)
     _, advance, _ = allocated(lambda: algorithm.before_gather(gather, gather.momentum, [grad]))
     _, apply, _ = allocated(lambda: algorithm.after_return(call, call.params))
-    passes = passes_of([(dtype, 2)], options, "cuda", 0)
+    kind = ElementKind(dtype.itemsize, 2, dtype == torch.bfloat16)
+    passes = passes_of(Elements((kind,)), options)
     assert 0 <= advance - count * passes.advance_bytes < MIB / 100
     assert 0 <= apply + sum(part.nbytes for part in scratch) - count * passes.apply_bytes < MIB / 100
 
@@ -118,7 +121,7 @@ def test_chunks_of_rows_have_the_bits_of_whole_tensors(
     """Matrices, stacks, and columns of a fused projection."""
     results = []
     for limit in (2**24, 2**11, 1):
-        monkeypatch.setattr("titan_muon.step.foreach.CPU_CHUNK_BYTES", limit)
+        monkeypatch.setattr("titan_muon.plan.terms.work.CPU_CHUNK_BYTES", limit)
         generator = torch.Generator().manual_seed(0)
         values = {name: torch.randn(s, generator=generator) for name, s in {"a": (37, 50), "b": (3, 24, 31)}.items()}
         params = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}

@@ -10,8 +10,8 @@ from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon.comm.buffers import Buffers, wire_dtypes
 from titan_muon.plan.cost.timeline import listed_parts
 from titan_muon.plan.exchange.patterns import PATTERNS
+from titan_muon.plan.planning import in_order
 from titan_muon.plan.program import make_program
-from titan_muon.plan.search.search import in_order
 from titan_muon.plan.terms.layout import Geometries, Span, spans
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Bucket, Plan, Shard

@@ -10,10 +10,12 @@ from typing import NamedTuple
 from ...options import Overlap
 from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
 from ..exchange.phases import Act, hidden_returns, ordered_rounds, schedule
-from ..terms.machine import BUCKET_OPERATORS, STEP_OPERATORS, ElementwiseCost, MachineRates
+from ..program import batches
+from ..terms.machine import BUCKET_OPERATORS, STEP_OPERATORS, MachineRates
 from ..terms.pieces import Pieces
 from ..terms.types import Plan
-from .walk import LOCAL, Costs, PlanCost, Share, batches
+from ..terms.work import ElementwiseCost
+from .walk import LOCAL, Costs, PlanCost, Share, in_bytes, link_seconds
 
 STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 NO_TIME = 1e-30
@@ -257,7 +259,7 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int,
     waits = max(0.0, end - newton - passes)
     # Of the rank's busiest link, without hidden returns.
     traffic = [
-        phase.in_bytes(share.wire_bytes)
+        in_bytes(phase, share.wire_bytes)
         for share in shares
         for phase in share.totals.phases[: 1 if share.round >= first_late else None]
     ]
@@ -268,7 +270,7 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int,
         parts.get(cost.ranks[index], 0),
         sum(share.totals.collectives for share in shares),
     )
-    link = total.seconds(1, costs.machine)
+    link = link_seconds(total, 1, costs.machine)
     return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)
 
 

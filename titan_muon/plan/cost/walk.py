@@ -6,43 +6,44 @@ The search, the timeline, the summary and the forecast of memory read its result
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
-from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts
-from ..exchange.phases import aligned
-from ..terms.machine import BATCH_OPERATORS, NORMALIZING_BYTES, ElementwiseCost, MachineRates, Work
+from ..exchange.patterns import PATTERNS, BucketTotals, KindCounts, LinkTraffic
+from ..exchange.phases import buffer_bytes
+from ..program import batch_sizes
+from ..terms.machine import BATCH_OPERATORS, MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket, Matrix, Plan
+from ..terms.work import ElementwiseCost, Work
 
 LOCAL = -1
 """Bucket and round of local matrices."""
 
 
-def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-    """Indices of each batch for a single orthogonalization: matrices of equal shape and work."""
-    equal: dict[tuple[int, int, int], list[int]] = {}
-    for index in chosen:
-        matrix = matrices[index]
-        equal.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
-    result = []
-    for (_, _, work), indices in equal.items():
-        left = iter(indices)
-        result += [tuple(next(left) for _ in range(size)) for size in _batch_sizes(len(indices), works[work])]
-    return tuple(result)
-
-
-def _batch_sizes(count: int, work: Work) -> list[int]:
-    """Sizes of the batches of `count` equal matrices."""
-    # 9 matrices with room for 8 become 5 and 4: the largest batch sets the workspace, and small batches are slow.
-    parts = -(-count // work.batch)
-    size = -(-count // parts)
-    return [size] * (count // size) + ([count % size] if count % size else [])
+NORMALIZING_BYTES = 10
+"""Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
 
 
 def copied_bytes(wire_bytes: int) -> int:
     """Bytes of an element moved to assemble matrices, to normalize them and to fill the return buffer."""
     return 2 * 2 * wire_bytes + NORMALIZING_BYTES
+
+
+def in_bytes(traffic: LinkTraffic, element_bytes: int) -> LinkTraffic:
+    """The traffic in bytes."""
+    sent = element_bytes * traffic.sent_near, element_bytes * traffic.sent_far
+    received = element_bytes * traffic.received_near, element_bytes * traffic.received_far
+    return LinkTraffic(*sent, *received, traffic.near_peers, traffic.far_peers)
+
+
+def link_seconds(traffic: LinkTraffic, element_bytes: int, machine: MachineRates) -> float:
+    """Seconds of a rank's links in a collective."""
+    # Both links run concurrently, in both directions.
+    near, far = max(traffic.sent_near, traffic.received_near), max(traffic.sent_far, traffic.received_far)
+    return max(
+        machine.node.seconds(near * element_bytes, traffic.near_peers),
+        machine.network.seconds(far * element_bytes, traffic.far_peers),
+    )
 
 
 class OwnedCost(NamedTuple):
@@ -135,7 +136,7 @@ class Costs:
             example, earlier = equal.get(key, (matrix, 0))
             equal[key] = example, earlier + count
         for matrix, count in equal.values():
-            yield from ((matrix, size) for size in _batch_sizes(count, self.works[matrix.work]))
+            yield from ((matrix, size) for size in batch_sizes(count, self.works[matrix.work]))
 
 
 class Share(NamedTuple):
@@ -247,7 +248,7 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
     shares = []
     for rank in bucket.group:
         mine, owned = totals[rank], costs.owned(totals[rank].owned)
-        gather, *back = (traffic.seconds(wire_bytes, machine) for traffic in mine.phases)
+        gather, *back = (link_seconds(traffic, wire_bytes, machine) for traffic in mine.phases)
         shares.append(
             Share(
                 rank=place[rank],
@@ -269,25 +270,13 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
 def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:
     elementwise, row = costs.elementwise, costs.longest_row
     stored = max(share.totals.stored for share in shares)
+    buckets = ((share.round, share.wire_bytes, share.totals.buffers) for share in shares[1:])
     temporary = max(
         min(stored, max(elementwise.advance_elements, row)) * elementwise.advance_bytes,
         max(share.owned.iteration for share in shares),
         min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
     )
     return StepBytes(
-        buffers=_buffer_bytes(shares[1:], buffer_sets),
+        buffers=buffer_bytes(buckets, buffer_sets),
         work=max(share.owned.assembled for share in shares) + temporary,
     )
-
-
-def _buffer_bytes(shares: Sequence[Share], buffer_sets: int) -> int:
-    # Buckets of a round need separate buffers, shared with buckets at equal positions of rounds with the same set.
-    largest: dict[tuple[int, int], list[int]] = {}
-    last, place = LOCAL, 0
-    for share in shares:
-        place = place + 1 if share.round == last else 0
-        last = share.round
-        key = (last % buffer_sets, place)
-        sizes = [share.wire_bytes * aligned(elements) for elements in share.totals.buffers]
-        largest[key] = [max(pair) for pair in zip_longest(largest.get(key, []), sizes, fillvalue=0)]
-    return sum(map(sum, largest.values()))

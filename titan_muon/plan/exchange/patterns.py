@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import NamedTuple
 
-from ..terms.machine import MachineRates
 from ..terms.pieces import Key, Pieces, Place, Ranks
 from ..terms.types import Bucket, Piece
 from .phases import BucketProgram, Collective, Phase, gather_phase, parcels, splits
@@ -37,17 +36,6 @@ class LinkTraffic(NamedTuple):
     received_far: int
     near_peers: int = 0
     far_peers: int = 0
-
-    def in_bytes(self, element_bytes: int) -> LinkTraffic:
-        sent = element_bytes * self.sent_near, element_bytes * self.sent_far
-        received = element_bytes * self.received_near, element_bytes * self.received_far
-        return LinkTraffic(*sent, *received, self.near_peers, self.far_peers)
-
-    def seconds(self, element_bytes: int, machine: MachineRates) -> float:
-        # Both links run concurrently, in both directions.
-        near_seconds = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)
-        far_seconds = machine.network.seconds(max(self.sent_far, self.received_far) * element_bytes, self.far_peers)
-        return max(near_seconds, far_seconds)
 
 
 NO_TRAFFIC = LinkTraffic(0, 0, 0, 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 from ...options import Overlap
 from ..terms.types import Bucket, Piece
@@ -18,6 +18,20 @@ ALIGNMENT = 64
 def aligned(elements: int) -> int:
     """Elements with padding."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def buffer_bytes(buckets: Iterable[tuple[int, int, Sequence[int]]], buffer_sets: int) -> int:
+    """Bytes of a rank's exchange buffers. `buckets`: round, bytes of an element, and elements of each buffer."""
+    # Buckets of a round need separate buffers, shared with buckets at equal positions of rounds with the same set.
+    largest: dict[tuple[int, int], list[int]] = {}
+    last, place = -1, 0
+    for number, element_bytes, buffers in buckets:
+        place = place + 1 if number == last else 0
+        last = number
+        sizes = [element_bytes * aligned(elements) for elements in buffers]
+        key = (number % buffer_sets, place)
+        largest[key] = [max(pair) for pair in zip_longest(largest.get(key, []), sizes, fillvalue=0)]
+    return sum(map(sum, largest.values()))
 
 
 class Collective(Enum):

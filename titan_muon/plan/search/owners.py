@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 from math import prod
-from typing import NamedTuple
 
 from ...options import MuonOptions, OptionError
 from ..cost.walk import Costs
 from ..exchange.patterns import PATTERNS, Pattern
+from ..planning import Groups, OwnerOf, Task, by_group, tasks_of
 from ..terms.layout import Geometries, Geometry, chunk
-from ..terms.machine import WorkOf
-from ..terms.pieces import Ranks, assemblies
+from ..terms.pieces import Ranks
 from ..terms.types import Matrix, Parameter, Plan, Replicate
+from ..terms.work import WorkOf
 
 BYTES_OVER_MEAN = 1.3
 """Most bytes of a rank, relative to the mean."""
@@ -142,19 +142,6 @@ def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:
     return stored * (stop - start) // first
 
 
-class Task(NamedTuple):
-    """A matrix for a rank of `groups[group]`, with the cost."""
-
-    matrix: int
-    group: int
-    flops: int
-    bytes: int
-    layer: str
-
-
-Groups = Sequence[Ranks]
-OwnerOf = dict[tuple[int, int], int]
-"""Owner by (matrix, group)."""
 Assign = Callable[[Sequence[Task], Groups, Mapping[int, int]], OwnerOf]
 Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, least loaded first."""
@@ -186,33 +173,10 @@ def make_problem(
     parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs
 ) -> Problem:
     """The problem of whole matrices."""
-    groups: dict[Ranks, int] = {}
-
-    @cache
-    def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
-        """By matrix: local ranks, and numbers of the assembling groups."""
-        assembled = assemblies(geometries.shared[geometry], split)
-        return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
-
-    pattern, matrices = PATTERNS[options.exchange], costs.pieces.matrices
-    local: list[Ranks] = []
-    tasks: list[Task] = []
-    load: dict[int, int] = {}
-    for number, matrix in enumerate(matrices):
-        parameter = parameters[matrix.parameter]
-        split = pattern.has_owners and options.replicas != "redundant"
-        ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
-        local.append(ranks)
-        for rank in ranks:
-            load[rank] = load.get(rank, 0) + matrix.flops
-        for group in assembled_by:
-            work = costs.works[matrix.work]
-            size = matrix.numel * work.wire_bytes + work.state_bytes
-            tasks.append(Task(number, group, matrix.flops, size, parameter.layer))
-    eligible = _eligible(parameters, matrices, tasks, tuple(groups))
-    return Problem(
-        tuple(parameters), options, pattern, costs, tuple(local), tuple(tasks), tuple(groups), load, eligible
-    )
+    matrices = costs.pieces.matrices
+    given = tasks_of(parameters, geometries, matrices, costs.works, options)
+    eligible = _eligible(parameters, matrices, given.tasks, given.groups)
+    return Problem(tuple(parameters), options, PATTERNS[options.exchange], costs, *given, eligible)
 
 
 def _eligible(
@@ -324,14 +288,6 @@ def spread(tasks: Sequence[Task]) -> Iterator[Task]:
         same = list(equal)
         start = shift % len(same)
         yield from same[start:] + same[:start]
-
-
-def by_group(tasks: Sequence[Task], groups: Groups) -> list[tuple[int, list[Task]]]:
-    """Tasks by group, small groups first."""
-    by_index: dict[int, list[Task]] = {}
-    for task in tasks:
-        by_index.setdefault(task.group, []).append(task)
-    return sorted(by_index.items(), key=lambda item: (len(groups[item[0]]), -item[0]))
 
 
 # The last groups even out the load: large groups with large matrices, or small groups with large loads.

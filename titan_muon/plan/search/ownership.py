@@ -9,8 +9,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ...options import Owner
+from ..planning import Task
 from ..terms.layout import chunk
-from .owners import Balancer, Task
+from .owners import Balancer
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from ...options import OptionError
 from ..cost.timeline import Clock
 from ..cost.walk import PlanCost
 from ..exchange.phases import hidden_returns, ordered_rounds
+from ..planning import Groups, OwnerOf, Task, buckets_of, in_order
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket
-from .owners import STRATEGIES, Groups, OwnerOf, Problem, Task, among
+from .owners import STRATEGIES, Problem, among
 
 
 def rounds(tasks: Sequence[Task], count: int) -> list[list[Task]]:
@@ -122,18 +123,6 @@ def in_model_order(
             exchanged[number][place] = new
             owned[new.matrix, new.group] = owners[old.matrix, old.group]
     return exchanged, owned
-
-
-def in_order(bucket: Bucket, pieces: Pieces, eligible: Mapping[int, Ranks]) -> Bucket:
-    """The bucket with its matrices in order, where each owner has neighbours of its matrices of equal cost."""
-    # Neighbours of a stack with one owner travel as one piece. The cost of each rank stays.
-    owners, equal = dict(zip(bucket.matrices, bucket.owners, strict=False)), dict[Hashable, list[int]]()
-    for matrix in sorted(bucket.matrices):
-        equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
-    for alike in equal.values() if owners else ():
-        owners.update(zip(alike, sorted(owners[matrix] for matrix in alike), strict=True))
-    matrices = tuple(sorted(bucket.matrices))
-    return replace(bucket, matrices=matrices, owners=tuple(owners[matrix] for matrix in matrices if owners))
 
 
 FREE_BYTES = 2**30
@@ -320,7 +309,8 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
-        buckets = self._buckets(grouped, owners)
+        problem, costs = self._problem, self._problem.costs
+        buckets = buckets_of(problem.pattern.name, grouped, owners, problem.groups, costs.pieces, costs.works)
         cost, ordered = PlanCost(buckets, self._local, self._problem.costs), ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
         most = (len(grouped),) if ordered else ()
@@ -335,19 +325,6 @@ class _Search:
             added.append(CandidatePlan(buckets, buffer_sets, seconds, buffers, peak, cost.busiest()))
         self._candidates += added
         return min(added, key=self._worth)
-
-    def _buckets(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> tuple[Bucket, ...]:
-        problem, costs, buckets = self._problem, self._problem.costs, []
-        for number, tasks in enumerate(grouped):
-            # A collective moves elements of one size.
-            alike: dict[tuple[int, int], list[int]] = {}
-            for task in tasks:
-                alike.setdefault((task.group, costs.wire_bytes(task.matrix)), []).append(task.matrix)
-            for (group, _), listed in sorted(alike.items()):
-                matrices = tuple(listed)
-                ranks = () if owners is None else tuple(owners[matrix, group] for matrix in matrices)
-                buckets.append(Bucket(problem.pattern.name, problem.groups[group], matrices, ranks, number))
-        return tuple(buckets)
 
     def run_until_it_fits(self) -> None:
         """Simulate more and more rounds of consecutive matrices until `buffer_gib` suffices."""

@@ -1,140 +1,17 @@
-"""The cost of orthogonalizing a matrix, and the rates of machines, from data sheets or measurements."""
+"""The rates of machines, from data sheets or measurements."""
 
 # Rates are sustained, not peak, so that Newton-Schulz hides as much communication as in a run.
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...options import Machine, OptionError
-
-
-def standard_flops(rows: int, cols: int, steps: int) -> int:
-    """FLOPs of the standard iteration on a rows x cols matrix: the Gram iteration with a restart before each step."""
-    return gram_flops(rows, cols, steps, restarts=steps - 1)
-
-
-def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) -> int:
-    """FLOPs of the iteration on the smaller Gram matrix R = X Xᵀ of a rows x cols matrix.
-
-    For sides m <= n, R and Q X cost 2 m² n each, once per run (`restarts` + 1). A step has four m³ products. The first
-    step of a run skips Q Z, the last step skips the next R (two products), and a `cubic` step skips R R.
-    """
-    m, n = sorted((rows, cols))
-    runs = restarts + 1
-    return runs * 4 * m * m * n + (4 * steps - 3 * runs - cubic) * 2 * m**3
-
-
-def standard_elements(rows: int, cols: int) -> int:
-    """Elements of the standard iteration: X, the next X, X Xᵀ and the polynomial."""
-    m, n = sorted((rows, cols))
-    return 2 * m * n + 2 * m * m
-
-
-def gram_elements(rows: int, cols: int) -> int:
-    """Elements of the Gram iteration: X, the next X, R, Q, the polynomial in R and the next R."""
-    m, n = sorted((rows, cols))
-    return 2 * m * n + 4 * m * m
-
-
-@dataclass(frozen=True)
-class Work:
-    """The method of orthogonalizing a matrix, and the cost.
-
-    Attributes:
-        method: algorithm and parameters; a batch has matrices of equal shape and method.
-        reason: of an automatic choice, else empty.
-        batch: most matrices of a batch.
-        bytes: working memory per matrix.
-        dtype: of the products.
-        operators: of PyTorch for a batch.
-        state_bytes: of a matrix, on its owner between steps.
-        wire_bytes: of an element in transit. Matrices with others travel in other buckets.
-    """
-
-    method: str
-    flops: int
-    reason: str = ""
-    batch: int = 1
-    bytes: int = 0
-    dtype: str = "bfloat16"
-    operators: int = 20
-    state_bytes: int = 0
-    wire_bytes: int = 2
-
-
-class Traffic(NamedTuple):
-    """Bytes read and written for an element of a stored piece, and operators of a call.
-
-    `advance`: advance the momentum and pack. `apply`: decay and update.
-    """
-
-    advance: int
-    advance_launches: int
-    apply: int
-    apply_launches: int
-
-
-NORMALIZING_BYTES = 10
-"""Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
-
-
-def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool, fused: bool = False) -> Traffic:
-    """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
-
-    Counts the operators of `algorithms/muon.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
-    compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
-    `fused`: kernels of `tensors/fused_kernels.py`.
-    """
-    if fused:
-        # Each tensor once, and the norm of the update.
-        return Traffic(2 * state + element + wire, 1, 2 * element + 2 * wire, 2)
-    # lerp in the wider dtype, another for Nesterov, and packing.
-    wide = max(element, state)
-    advance, launches = 7 * wide + wire, 3
-    if element < wide:
-        advance, launches = advance + element + wide, launches + 1
-    if state < wide:
-        advance, launches = advance + 2 * (state + wide), launches + 2
-    if stochastic:
-        # The norm of the update. Weights and updates in float32, a hash of each element, and the way back.
-        return Traffic(advance, launches, 120 + 2 * wire + 60 * cautious, 17 + 6 * cautious)
-    # The norm of the update, decay, updates in the dtype of wider weights, and the sum.
-    apply, apply_launches = (6 * element + 2 * wire, 4) if wire < element else (4 * element + 2 * wire, 3)
-    if cautious:
-        apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
-    return Traffic(advance, launches, apply, apply_launches)
-
-
-FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
-
-
-@dataclass(frozen=True)
-class ElementwiseCost:
-    """Temporary memory and traffic of the element-wise stages. Default: float32 weights and momentum.
-
-    `advance` calls change the momentum and `apply` calls the weights: at most so many `elements`, or one row, each with
-    so many temporary `bytes`. `finish_bytes`: of the rule, for an element of a whole matrix.
-    """
-
-    advance_elements: int = 2**23
-    advance_bytes: int = 4
-    apply_elements: int = 2**23
-    apply_bytes: int = 4
-    finish_bytes: int = 0
-    traffic: Traffic = FLOAT32_TRAFFIC
-
-
-FLOAT32_COST = ElementwiseCost()
-
-
-WorkOf = Callable[[int, int, int], Work]
-"""The work of a matrix, by number of the parameter, rows and columns."""
-
+from .work import CPU, MethodRates, Work
 
 LARGE_SIDE = 8192
 """Smaller side of a product with the rate `MachineRates.flops`."""
@@ -152,31 +29,6 @@ ERROR = (0.9, 2.8)
 """Bounds of measured over modelled time, from docs/results/gpu.json: 0.99 to 2.71 in twelve steps of one H200, to which
 `h200x8` was fitted. The plain steps took 1.15 to 1.42, and a skippable step of Qwen3-30B-A3B 2.71, because the host
 took longer than the device. gloo took 1 / 0.90 (docs/results/timeline.md). No link was measured."""
-
-
-MEASURED = Path(__file__).with_name("measured.json")
-"""Choices by the name of a GPU, from `make gpu`."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Measured choices for a type of GPU, by default the choices without a measurement.
-
-    Attributes:
-        kernels: fields of `orthogonalize.Kernel`.
-        fused: whether the kernels of `fused` make a step faster.
-        float16: whether Newton-Schulz in float16 is as accurate as in bfloat16.
-    """
-
-    kernels: tuple[Mapping[str, Any], ...] = ()
-    fused: bool = False
-    float16: bool = True
-
-
-def choices_of(gpu: str, file: Path = MEASURED) -> Choices:
-    """The choices for a GPU's name; "" for no GPU."""
-    entry = json.loads(file.read_text(encoding="utf-8")).get(gpu, {})
-    return Choices(tuple(entry.get("kernels", ())), entry.get("fused", False), entry.get("float16", True))
 
 
 @dataclass(frozen=True)
@@ -235,6 +87,10 @@ class MachineRates:
     capacity: int = 0
     communicators: CommunicatorBytes = CommunicatorBytes()
 
+    @property
+    def methods(self) -> MethodRates:
+        return MethodRates(self.name, self.flops, self.memory, self.batch_bytes)
+
     def rate(self, dtype: str, side: int) -> float:
         # Partial tiles, start and end weigh less in a larger product.
         share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
@@ -257,9 +113,8 @@ def _flops(large: float, float32: float) -> dict[str, float]:
     return {"bfloat16": large, "float16": large, "float32": float32}
 
 
-def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
-    # Small batches stay in the caches.
-    return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
+# Of gloo on one host.
+_GLOO = Link(1e9, 2e-4), Link(1e9, 4e-4)
 
 
 # Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290). NVLink: data sheets
@@ -314,13 +169,22 @@ MACHINES: Mapping[str, MachineRates] = {
         # in each direction to all 72; a ConnectX-7 with 400 Gb/s and a ConnectX-8 with 800.
         _rack(_gpus("gb200x72", 2500, 80, 8.0, _RACK_LINK, 184), _NETWORK.bandwidth),
         _rack(_gpus("gb300x72", 2500, 80, 8.0, _RACK_LINK, 276), 2 * _NETWORK.bandwidth),
-        # One core with bfloat16 but no float16 instructions, and gloo on one host.
-        _cpu("cpu", {**_flops(700e9, 150e9), "float16": 150e9}),
+        MachineRates(CPU.name, 8, CPU.flops, 64, CPU.memory, *_GLOO, 5e-6, CPU.batch_bytes),
     )
 }
 """Machines by `machine.name`, except "auto"."""
-CPU_FLOAT32 = _cpu("cpu", _flops(1.3e9, 63e9))
-"""Rates of a core with AVX2, without vector instructions for 16-bit products."""
+
+
+def planning_machine(options: Machine, device: str) -> MachineRates:
+    """The rates for a device type. Raises OptionError for an unreadable or invalid file."""
+    measured = None
+    if options.file is not None:
+        try:
+            measured = Path(options.file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
+            raise OptionError("machine.file", problem) from error
+    return machine_of(options, device, measured)
 
 
 def machine_of(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:

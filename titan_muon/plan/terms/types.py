@@ -21,7 +21,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
-from .machine import FLOAT32_COST, ElementwiseCost, Work
+from .work import FLOAT32_COST, ElementwiseCost, Work
 
 
 class Interval(NamedTuple):

@@ -12,8 +12,7 @@ from pathlib import Path
 from titan_muon.assignment.rules import Assignment
 from titan_muon.dry_run.memory import momentum_bytes
 from titan_muon.options import plural
-from titan_muon.plan.terms.machine import MachineRates
-from titan_muon.step.rank import planning_machine
+from titan_muon.plan.terms.machine import MachineRates, planning_machine
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.compare import table
 from titan_muon.titan.dry_run.meta_model import whole_model

@@ -21,9 +21,9 @@ from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
+from titan_muon.plan.terms.machine import planning_machine
 from titan_muon.registry import Parallelize
 from titan_muon.step.algorithm import work_of
-from titan_muon.step.rank import planning_machine
 from titan_muon.tensors.matrices import split_of
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.titan.assign.container import optimizer_config, router_of
@@ -158,8 +158,8 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     # Another algorithm's cost would unbalance the owners.
     muon = recipe.muon
     every = iteration(muon.ns_coefficients, muon.ns_steps, muon.expert.eps)
-    machine = planning_machine(recipe.machine, device)
-    dispatch = Dispatch(muon.expert.orthogonalize, muon.expert.ns_dtype, device, machine=machine)
+    rates = planning_machine(recipe.machine, device).methods
+    dispatch = Dispatch(muon.expert.orthogonalize, muon.expert.ns_dtype, device, gpu=rates)
     options = {name: value for name, value in vars(muon).items() if name != "expert"}
     work = work_of([every], dispatch, algorithm_of(MuonOptions(**options, **vars(muon.expert))))
     return lambda rows, cols: work(0, rows, cols).flops

@@ -10,7 +10,7 @@ import torch
 
 import models  # noqa: F401 (registers the families)
 from tests import tiny
-from titan_muon.plan.terms.machine import gram_flops, standard_flops
+from titan_muon.plan.terms.work import gram_flops, standard_flops
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.model import owned_placement
 from titan_muon.titan.model.owned_placement import _flops
