@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from titan_muon import Expert, Hybrid, own
+from titan_muon import Hybrid, apply_in_forward, own
 from titan_muon.audit import Audit, Report
+from titan_muon.options import Split
 
 SHAPES = ((16, 48), (24, 64), (32, 40))
 """Width and hidden width by seed."""
@@ -281,7 +282,9 @@ def sharded(run: Run, mesh: Any = None) -> Net:
 
 def hybrid(run: Run, mesh: Any = None, algorithm: str = "muon", **options: Any) -> None:
     model = sharded(run, mesh)
-    optimizer = Hybrid(model, lr=0.01, weight_decay=0.1, algorithm=algorithm, muon=options)
+    optimizer = Hybrid(model, lr=0.01, weight_decay=0.1, muon={"algorithm": algorithm, **options})
+    if options.get("overlap") == "forward":
+        apply_in_forward(model, optimizer)
     run.train(model, optimizer)
 
 
@@ -296,12 +299,12 @@ def right_fsdp2_own(run: Run) -> None:
 
 def right_owned(run: Run) -> None:
     model = run.net()
-    own(model)
+    own(model, mesh=init_device_mesh("cpu", (run.size,)))
     run.train(model, Hybrid(model, lr=0.01, weight_decay=0.1))
 
 
 def right_heads(run: Run) -> None:
-    hybrid(run, split={"layers.*.q.weight": 4})
+    hybrid(run, split=[Split(match="layers.*.q.weight", dims="(h f) d -> h | f d", lengths={"h": 4})])
 
 
 def right_experts(run: Run) -> None:

@@ -139,9 +139,9 @@ def _muon(e: Evidence, moved: Tensor, rounding: float, alternatives: bool) -> Ve
         for split in _splits(e):
             if (error := _misfit_in_blocks(moved - form.decay(plain) * e.before, whole, split)) < DIFFERS * misfit:
                 best, misfit, blocks = plain, error, split
-    if misfit > 2 * fits and alternatives and (found := _each_pass(e, moved, fits)):
-        return found
     verdict = _spectral(e, moved - form.decay(best) * e.before, _combined(e, form, best), blocks)
+    if alternatives and verdict.error > fits and _each_pass(e, moved).error < DIFFERS * verdict.error:
+        return _each_pass(e, moved)
     wrong = [(best.code, best.text)] if best.code else []
     if blocks in e.shards:
         wrong = [("per-shard", f"Newton-Schulz ran on each of {math.prod(blocks)} shards and not on the whole matrix")]
@@ -216,7 +216,7 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
 
 
 def _momenta_of(start: Mapping[str, Tensor]) -> list[Tensor]:
-    return [x for name, x in start.items() if "sq" not in name and x.any()]
+    return [x for name, x in start.items() if "sq" not in name and x.ndim and x.any()]
 
 
 class _Form:
@@ -307,49 +307,58 @@ def _misfit_in_blocks(update: Tensor, direction: Tensor, split: tuple[int, int])
 
 
 def _decomposed(direction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Left vectors, values and right vectors of the singular values above 3 % of the largest one.
+    """All singular values in ascending order, and left and right vectors of those above 3 % of the largest one.
 
     From eigenvectors of the smaller Gram matrix: smaller values are noise in bfloat16 and in the Gram matrix.
     """
     if direction.shape[0] < direction.shape[1]:
-        v, s, u = _decomposed(direction.T)
-        return u, s, v
+        s, v, u = _decomposed(direction.T)
+        return s, u, v
     x = direction.double() if direction.shape[1] <= 512 else direction
     squares, vectors = torch.linalg.eigh(x.T @ x)
-    kept = squares > max(1e-3 * float(squares[-1]), 1e-30)
-    s, v = squares[kept].sqrt(), vectors[:, kept]
-    return ((x @ v) / s).to(direction.dtype), s.to(direction.dtype), v.to(direction.dtype)
+    s, kept = squares.clamp(min=0).sqrt(), squares > max(1e-3 * float(squares[-1]), 1e-30)
+    v = vectors[:, kept]
+    return s.double(), ((x @ v) / s[kept]).to(direction.dtype), v.to(direction.dtype)
 
 
-def _curve(s: Tensor, norm: float, coefficients: Sequence[tuple[float, float, float]], times: int = 1) -> Tensor:
-    """Newton-Schulz of singular values s of a matrix with this Frobenius norm."""
-    x = s.double() / norm
-    for round_ in range(times):
-        x = x / x.norm() if round_ else x
+def _curve(s: Tensor, count: int, coefficients: Sequence[tuple[float, float, float]], times: int = 1) -> Tensor:
+    """Newton-Schulz of all singular values of a matrix: the results of the `count` largest ones."""
+    x = s
+    for _ in range(times):
+        x = x / x.norm()
         for a, b, c in coefficients:
             x = a * x + b * x**3 + c * x**5
-    return x
+    return x[len(x) - count :]
+
+
+def _newton_schulz(direction: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+    x = direction if direction.shape[0] <= direction.shape[1] else direction.T
+    x = x / x.norm().clamp(min=1e-30)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if direction.shape[0] <= direction.shape[1] else x.T
 
 
 def _spectral(e: Evidence, update: Tensor, direction: Tensor, split: tuple[int, int]) -> Verdict:
     """Kind, error, scale and spectrum of an update along the singular vectors of a direction."""
-    found: list[tuple[Tensor, Tensor, float]] = []
+    found: list[tuple[Tensor, int, Tensor]] = []
     off = total = 0.0
     for d, m in zip(_blocks(update, split), _blocks(direction, split), strict=True):
-        u, s, v = _decomposed(m)
+        s, u, v = _decomposed(m)
         left, right = u.T @ d, d @ v
         f = (left.T * v).sum(0)
         off += float((left - f[:, None] * v.T).norm()) ** 2 + float((right - u * f).norm()) ** 2
         total += float(left.norm()) ** 2 + float(right.norm()) ** 2
-        found.append((s, f.double(), float(m.norm())))
+        found.append((s, len(f), f.double()))
     error = math.sqrt(off / max(total, 1e-300))
     own = e.groups[-1].get("ns_coefficients")
     sets = {"quintic": QUINTIC, "Polar Express": POLAR_EXPRESS}
     if isinstance(own, list | tuple) and len(own) == 3 and all(isinstance(x, float | int) for x in own):
         sets["stated"] = (tuple(map(float, own)),) * int(e.groups[-1].get("ns_steps", 5))  # type: ignore[assignment]
-    curves = {name: torch.cat([_curve(s, n, c) for s, _, n in found]) for name, c in sets.items()}
-    twice = {f"{name}, twice": torch.cat([_curve(s, n, c, 2) for s, _, n in found]) for name, c in sets.items()}
-    f = torch.cat([f for _, f, _ in found])
+    curves = {name: torch.cat([_curve(s, n, c) for s, n, _ in found]) for name, c in sets.items()}
+    twice = {f"{name}, twice": torch.cat([_curve(s, n, c, 2) for s, n, _ in found]) for name, c in sets.items()}
+    f = torch.cat([f for *_, f in found])
     curves["polar"] = torch.ones_like(f)
     fits = {name: _along(f, curve) for name, curve in (curves | twice).items()}
     once = min(curves, key=lambda n: fits[n][0])
@@ -393,13 +402,12 @@ def _adam(e: Evidence, moved: Tensor) -> Verdict:
     return best
 
 
-def _each_pass(e: Evidence, moved: Tensor, fits: float) -> Verdict | None:
-    """The step as a sum of Newton-Schulz of every backward pass, or None."""
+def _each_pass(e: Evidence, moved: Tensor) -> Verdict:
+    """The step as a sum of Newton-Schulz of every backward pass."""
     last = [g.value for g in e.gradients if g.step == len(e.groups) - 1]
+    best, stated = Verdict("muon", 1.0), momentum_of(e.groups[-1])
     if not 1 < len(last) <= 8 or min(moved.shape) > 2048:
-        return None
-    stated = momentum_of(e.groups[-1])
-    best = Verdict("muon", 1.0)
+        return best
     for memory in (0.0, 0.95 if stated is None else stated):
         for nesterov in (True, False) if memory else (False,):
             buffer, totals = torch.zeros_like(moved), [torch.zeros_like(moved), torch.zeros_like(moved)]
@@ -407,12 +415,11 @@ def _each_pass(e: Evidence, moved: Tensor, fits: float) -> Verdict | None:
                 buffer = memory * buffer + g.value
                 if g.step == len(e.groups) - 1:
                     direction = g.value + memory * buffer if nesterov else buffer
-                    u, s, v = _decomposed(direction)
-                    totals[0] += u @ v.T
-                    totals[1] += (u * _curve(s, float(direction.norm()), QUINTIC).float()) @ v.T
+                    for total, coefficients in zip(totals, (QUINTIC, POLAR_EXPRESS), strict=True):
+                        total += _newton_schulz(direction, coefficients)
             for total in totals:
                 (decay, scale), error = _regress(moved, [e.before, total])
                 if error < best.error:
                     best = Verdict("muon", error, memory, nesterov, decay, scale=scale * len(last))
     text = f"Newton-Schulz ran in each of {len(last)} backward passes of a step, and the results were added"
-    return replace(best, wrong=(("per-micro-batch", text),)) if best.error < 4 * fits else None
+    return replace(best, wrong=(("per-micro-batch", text),))

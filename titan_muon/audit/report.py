@@ -132,7 +132,8 @@ def role_of(name: str) -> str:
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], resumed: Sequence[tuple[str, str, str]],
              classes: Sequence[str], missing: Sequence[int], allow: Sequence[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks and the verdicts on sampled parameters."""
-    seen = {name: s for part in reversed(everyone) for name, s in part.items()}
+    used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer}
+    seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     unsure: dict[str, list[str]] = defaultdict(list)
     notes = list[str]()
@@ -154,7 +155,7 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
             else:
                 found["nobody", "has a gradient, does not move, and is in no optimizer"].append(name)
     drifted = {name for (code, _), names in found.items() if code == "replicas" for name in names}
-    judged = {n: v for n, v in verdicts.items() if n not in drifted}
+    judged = {n: v for n, v in verdicts.items() if n in seen and n not in drifted}
     _kinds(seen, judged, classes, found, unsure)
     rules = _scales(seen, judged, found)
     if missing:
@@ -229,10 +230,10 @@ def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Any)
     rules = dict[str, str]()
     for members in groups.values():
         s = seen[next(iter(members))]
-        wrong = {"the rule's with rows and columns exchanged": [lambda m, n, r=r: r(n, m) for r in RULES.values()]}
+        wrong = [("that of exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
         for r, c in s.shards:
-            part = [lambda m, n, r=r, c=c, f=f: f(m / r, n / c) for f in RULES.values()]
-            wrong[f"of a shard, 1 of {r * c}"] = part
+            text = f"that of a shard of {r * c}, not of the whole matrix"
+            wrong += [(text, lambda m, n, r=r, c=c, f=f: f(m / r, n / c)) for f in RULES.values()]
 
         def fits(rule: Any, members: Any = members) -> bool:
             return all(abs(size / rule(m, n) - 1) < 0.08 for m, n, size in members.values())
@@ -245,7 +246,7 @@ def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Any)
         elif right:
             found["scale", f"the size of the update is {right[0]}, and the group says {want}"] += list(members)
         else:
-            for text in [text for text, some in wrong.items() if any(map(fits, some))][:1]:
+            for text in [text for text, rule in wrong if fits(rule)][:1]:
                 found["scale", f"the size of the update is {text}"] += list(members)
     return rules
 
