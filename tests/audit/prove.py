@@ -1,4 +1,5 @@
 """Runs every kind of trainer with every seed: `python -m tests.audit.prove [KIND ...] [--seeds 0,1,2]`."""
+
 import argparse
 import json
 import sys
@@ -7,6 +8,7 @@ import time
 
 from tests.audit.trainers import KINDS, audited
 from tests.dist.harness import World
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -25,12 +27,25 @@ def main() -> None:
                 try:
                     codes, text, more = world.run(audited, number, seed, folder, timeout=200)[0]
                 except AssertionError as error:
-                    print(number, kind.name, seed, "FAILED", str(error)[-1500:]); continue
+                    print(number, kind.name, seed, "FAILED", str(error)[-1500:])
+                    continue
             good = codes == ([kind.code] if kind.code else [])
-            print(number, kind.name, seed, "ok" if good else "BAD", codes, "expected", kind.code, f"{time.perf_counter()-t:.1f}s audit {more['seconds']:.1f}s", flush=True)
+            print(
+                number,
+                kind.name,
+                seed,
+                "ok" if good else "BAD",
+                codes,
+                "expected",
+                kind.code,
+                f"{time.perf_counter() - t:.1f}s audit {more['seconds']:.1f}s",
+                flush=True,
+            )
             if options.v or not good:
                 print(text)
-    for w in worlds.values(): w.close()
+    for w in worlds.values():
+        w.close()
+
 
 if __name__ == "__main__":
     main()

@@ -129,7 +129,11 @@ class TinyMuon(Optimizer):
                 rows, cols = (cols, rows) if self.bug == "fan" else (rows, cols)
                 if self.bug not in ("coupled-decay", "decay"):
                     p.mul_(1 - lr * decay)
-                p.add_(update, alpha=-lr * (max(1, rows / cols) ** 0.5 if self.bug != "shard-scale" else 0.2 * max(rows, cols) ** 0.5))
+                p.add_(
+                    update,
+                    alpha=-lr
+                    * (max(1, rows / cols) ** 0.5 if self.bug != "shard-scale" else 0.2 * max(rows, cols) ** 0.5),
+                )
 
     def adam(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state, (b1, b2) = self.state[p], group["betas"]
@@ -284,7 +288,7 @@ def hybrid(run: Run, mesh: Any = None, algorithm: str = "muon", **options: Any) 
     model = sharded(run, mesh)
     optimizer = Hybrid(model, lr=0.01, weight_decay=0.1, muon={"algorithm": algorithm, **options})
     if options.get("overlap") == "forward":
-        apply_in_forward(model, optimizer)
+        apply_in_forward(model, optimizer.parts.optimizers["muon"])
     run.train(model, optimizer)
 
 
@@ -299,7 +303,9 @@ def right_fsdp2_own(run: Run) -> None:
 
 def right_owned(run: Run) -> None:
     model = run.net()
-    own(model, mesh=init_device_mesh("cpu", (run.size,)))
+    fully_shard(model, ignored_params=own(model, mesh=init_device_mesh("cpu", (run.size,))))
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(1.0)
     run.train(model, Hybrid(model, lr=0.01, weight_decay=0.1))
 
 
@@ -431,7 +437,9 @@ def flat_parameters(run: Run) -> None:
     """Every parameter is flattened before Muon looks for matrices."""
     model = run.net()
     shapes = {n: p.shape for n, p in model.named_parameters()}
-    flat = nn.ParameterDict({n.replace(".", "_"): nn.Parameter(p.detach().flatten()) for n, p in model.named_parameters()})
+    flat = nn.ParameterDict(
+        {n.replace(".", "_"): nn.Parameter(p.detach().flatten()) for n, p in model.named_parameters()}
+    )
     rest = [p for p in flat.values() if p.ndim < 2]
     optimizer = TinyMuon([{"params": rest, "use_muon": False}])
     model.requires_grad_(False)

@@ -21,7 +21,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=float, default=2.0, help="GiB of gradients that a rank may keep (2)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a rank waits for the others (60)")
     parser.add_argument("--json", type=Path, help="file for findings and table")
-    parser.add_argument("--allow", action="append", default=[], metavar="CODE[:NAMES]", help="do not count these findings")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="CODE[:NAMES]", help="do not count these findings"
+    )
     parser.add_argument("-m", action="store_true", dest="module", help="the script is a module")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)

@@ -128,7 +128,7 @@ def _muon(e: Evidence, moved: Tensor, rounding: float, alternatives: bool) -> Ve
     form, fits = _Form(e, moved), FITS + rounding
     plain = min(_stated(e), key=lambda c: form.misfit(c)[0])
     best, misfit = plain, form.misfit(plain)[0]
-    blocks = (1, 1)
+    blocks, apart = (1, 1), None
     noisy = misfit > 0.3 * FITS
     if alternatives and len(e.groups) > 1:
         other = min(_others(e, plain), key=lambda c: form.misfit(c)[0])
@@ -137,15 +137,17 @@ def _muon(e: Evidence, moved: Tensor, rounding: float, alternatives: bool) -> Ve
     if alternatives and noisy:
         whole = _combined(e, form, plain)
         for split in _splits(e):
-            if (error := _misfit_in_blocks(moved - form.decay(plain) * e.before, whole, split)) < DIFFERS * misfit:
-                best, misfit, blocks = plain, error, split
-    verdict = _spectral(e, moved - form.decay(best) * e.before, _combined(e, form, best), blocks)
+            error, decay = _misfit_in_blocks(moved, e.before, whole, split)
+            if error < min(DIFFERS * misfit, 2 * fits):
+                best, misfit, blocks, apart = plain, error, split, decay
+    decay, noise = form.misfit(best)[1:]
+    decay = decay if apart is None else apart
+    verdict = _spectral(e, moved - decay * e.before, _combined(e, form, best), blocks)
     if alternatives and verdict.error > fits and _each_pass(e, moved).error < DIFFERS * verdict.error:
         return _each_pass(e, moved)
     wrong = [(best.code, best.text)] if best.code else []
     if blocks in e.shards:
         wrong = [("per-shard", f"Newton-Schulz ran on each of {math.prod(blocks)} shards and not on the whole matrix")]
-    decay, noise = form.misfit(best)[1:]
     verdict = replace(verdict, momentum=best.momentum, nesterov=best.nesterov, decay=decay, noise=noise, blocks=blocks)
     if max(misfit, verdict.error) > VARIANT + rounding:
         reason = f"no sum of the seen gradients explains the step (error {max(misfit, verdict.error):.2f})"
@@ -153,7 +155,9 @@ def _muon(e: Evidence, moved: Tensor, rounding: float, alternatives: bool) -> Ve
     return replace(verdict, wrong=(*wrong, *verdict.wrong))
 
 
-def _weights(e: Evidence, momenta: Sequence[float], nesterov: bool, *, average: bool = False, raw: bool = False) -> Tensor:
+def _weights(
+    e: Evidence, momenta: Sequence[float], nesterov: bool, *, average: bool = False, raw: bool = False
+) -> Tensor:
     """Weights of the gradients in the direction of the last step.
 
     `average`: the momentum gives gradients the weight 1 - momentum. `raw`: it advances in each backward pass.
@@ -235,7 +239,9 @@ class _Form:
             """x' M plus or minus its transpose, and the same of x M', times the probes, for all columns M."""
             xr, xl = x @ right, x.T @ left
             return [
-                torch.cat([(x.T @ (m @ right) + sign * (m.T @ xr)).flatten(), (x @ (m.T @ left) + sign * (m @ xl)).flatten()])
+                torch.cat(
+                    [(x.T @ (m @ right) + sign * (m.T @ xr)).flatten(), (x @ (m.T @ left) + sign * (m @ xl)).flatten()]
+                )
                 for m in self.columns
             ]
 
@@ -294,16 +300,20 @@ def _blocks(x: Tensor, split: tuple[int, int]) -> list[Tensor]:
     return [block for row in x.chunk(split[0], 0) for block in row.chunk(split[1], 1)]
 
 
-def _misfit_in_blocks(update: Tensor, direction: Tensor, split: tuple[int, int]) -> float:
-    """The misfit if each block of the matrix was orthogonalized apart."""
-    odd = even = 0.0
+def _misfit_in_blocks(moved: Tensor, weight: Tensor, direction: Tensor, split: tuple[int, int]) -> tuple[float, float]:
+    """Misfit and decay if each block of the matrix was orthogonalized apart."""
     draw = torch.Generator().manual_seed(0)
-    for d, m in zip(_blocks(update, split), _blocks(direction, split), strict=True):
-        for x, y in ((d, m), (d.T, m.T)):
+    odd, own, even = [], [], []
+    for d, w, m in zip(*(_blocks(x, split) for x in (moved, weight, direction)), strict=True):
+        for x, y, z in ((d, w, m), (d.T, w.T, m.T)):
             probe = torch.randn(x.shape[1], min(PROBES, x.shape[1]), generator=draw, device="cpu", dtype=x.dtype)
-            one, two = x.T @ (y @ probe), y.T @ (x @ probe)
-            odd, even = odd + float((one - two).norm()) ** 2, even + float((one + two).norm()) ** 2
-    return math.sqrt(odd / max(odd + even, 1e-300))
+            one, two, other = x.T @ (z @ probe), z.T @ (x @ probe), y.T @ (z @ probe) - z.T @ (y @ probe)
+            odd.append((one - two).flatten())
+            even.append((one + two).flatten())
+            own.append(other.flatten())
+    (decay,), left = _regress(torch.cat(odd), [torch.cat(own)])
+    left *= float(torch.cat(odd).norm())
+    return left / math.hypot(left, float(torch.cat(even).norm())), decay
 
 
 def _decomposed(direction: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -164,7 +164,9 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
         notes.append("no step of a torch.optim.Optimizer was seen")
     findings = []
     for (code, evidence), names in found.items():
-        allowed = any(a.split(":")[0] == code and all(fnmatch.fnmatch(n, (a + ":*").split(":")[1]) for n in names) for a in allow)
+        allowed = any(
+            a.split(":")[0] == code and all(fnmatch.fnmatch(n, (a + ":*").split(":")[1]) for n in names) for a in allow
+        )
         findings.append(Finding(code, short(names, seen), evidence, allowed))
     undecided = tuple((short(names, seen), reason) for reason, names in unsure.items())
     return Report(tuple(findings), undecided, tuple(notes), _table(seen, judged, rules), seconds)
@@ -179,7 +181,9 @@ def _replicas(name: str, parts: Mapping[int, Seen], found: Any, unsure: Any) -> 
         steps = min(map(len, held.values()))
         unequal = next((i for i in range(steps) if len({d[i] for d in held.values()}) > 1), None)
         if unequal == 0 and not next(iter(parts.values())).replicated:
-            unsure["other values on each rank from the first step: pieces of one matrix, or unequal replicas"].append(name)
+            unsure["other values on each rank from the first step: pieces of one matrix, or unequal replicas"].append(
+                name
+            )
         elif unequal is not None:
             values = [d[unequal] for d in held.values()]
             odd = [str(r) for r, d in held.items() if d[unequal] != max(values, key=values.count)]
@@ -187,7 +191,9 @@ def _replicas(name: str, parts: Mapping[int, Seen], found: Any, unsure: Any) -> 
             return
 
 
-def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Sequence[str], found: Any, unsure: Any) -> None:
+def _kinds(
+    seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Sequence[str], found: Any, unsure: Any
+) -> None:
     muon = [n for n, v in judged.items() if v.kind == "muon"]
     hidden = [n for n, s in seen.items() if s.hidden]
     asked = any("muon" in c.lower() for c in classes) or any(s.for_muon or "use_muon" in s.group for s in seen.values())
@@ -202,7 +208,9 @@ def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Seq
         if v.kind == "undecided":
             unsure[v.undecided].append(name)
         elif v.kind == "sgd" and s.hidden and s.optimizer != "SGD" and (s.for_muon or asked and not muon):
-            found["sgd", f"the step is a sum of gradients (error {v.error:.3f}), and Newton-Schulz never ran"].append(name)
+            found["sgd", f"the step is a sum of gradients (error {v.error:.3f}), and Newton-Schulz never ran"].append(
+                name
+            )
         elif v.kind == "adam" and s.for_muon and muon:
             found["inactive", "its group is Muon's, and Adam trains it"].append(name)
         elif v.kind == "muon":
@@ -224,7 +232,14 @@ def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Any)
     groups: dict[Any, dict[str, tuple[int, int, float]]] = defaultdict(dict)
     for name, v in judged.items():
         s = seen[name]
-        if v.kind == "muon" and v.error < FITS * 2 and not v.wrong and v.blocks == (1, 1) and s.optimizer and len(s.shape) == 2:
+        if (
+            v.kind == "muon"
+            and v.error < FITS * 2
+            and not v.wrong
+            and v.blocks == (1, 1)
+            and s.optimizer
+            and len(s.shape) == 2
+        ):
             shape = s.shape[::-1] if s.module == "Conv1D" else s.shape
             groups[s.optimizer, s.number][name] = (*shape, v.scale / float(s.group["lr"]))
     rules = dict[str, str]()
@@ -251,7 +266,9 @@ def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Any)
     return rules
 
 
-def _table(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], rules: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+def _table(
+    seen: Mapping[str, Seen], judged: Mapping[str, Verdict], rules: Mapping[str, str]
+) -> tuple[dict[str, Any], ...]:
     rows: dict[Any, list[str]] = defaultdict(list)
     for name, s in seen.items():
         rows[role_of(name), s.shape, s.optimizer].append(name)

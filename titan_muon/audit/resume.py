@@ -36,7 +36,9 @@ def _differences(path: str, saved: Sequence[Any], tables: Sequence[Any], restore
     for name, key in entries:
         if not any(name in table for table in tables) or (key != "weight" and not restored):
             continue
-        size = max(sum({e[0]: e[3] for t in side if (e := t.get(name, {}).get(key))}.values()) for side in (saved, tables))
+        size = max(
+            sum({e[0]: e[3] for t in side if (e := t.get(name, {}).get(key))}.values()) for side in (saved, tables)
+        )
         old, new = combined(saved, name, key, size), combined(tables, name, key, size)
         if not any(key in table.get(name, {}) for table in tables):
             found.append((name, "resume", f"{key} of {path} was not restored"))

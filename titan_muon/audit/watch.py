@@ -80,7 +80,9 @@ class Audit:
         if models:
             self._survey(models)
 
-    def _replace(self, owner: Any, name: str, then: Callable[..., Any], undo: list[Any] | None = None, before: Any = None) -> None:
+    def _replace(
+        self, owner: Any, name: str, then: Callable[..., Any], undo: list[Any] | None = None, before: Any = None
+    ) -> None:
         """Let calls of `owner.name` be followed by `then(result, *arguments)`."""
         original = getattr(owner, name)
 
@@ -193,7 +195,9 @@ class Audit:
 
     def _of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Watched]]:
         """The optimizer's parameters, and for the first optimizer those that are in none, with their groups."""
-        mine = [(group, self._watched[p]) for group in optimizer.param_groups for p in group["params"] if p in self._watched]
+        mine = [
+            (group, self._watched[p]) for group in optimizer.param_groups for p in group["params"] if p in self._watched
+        ]
         stepping = [o for o, count in self._optimizers.items() if count] or [optimizer]
         if optimizer is stepping[0]:
             taken = {p for o in self._optimizers for group in o.param_groups for p in group["params"]}
@@ -216,8 +220,12 @@ class Audit:
         gradient = p.grad
         seen.gradient |= bool(w.passes) or gradient is not None and bool(local(gradient).any())
         if isinstance(p, DTensor):
-            counts = [p.device_mesh.size(i) for i, x in enumerate(p.placements) if getattr(x, "dim", None) == p.ndim - 2]
-            columns = [p.device_mesh.size(i) for i, x in enumerate(p.placements) if getattr(x, "dim", None) == p.ndim - 1]
+            counts = [
+                p.device_mesh.size(i) for i, x in enumerate(p.placements) if getattr(x, "dim", None) == p.ndim - 2
+            ]
+            columns = [
+                p.device_mesh.size(i) for i, x in enumerate(p.placements) if getattr(x, "dim", None) == p.ndim - 1
+            ]
             seen.shards = tuple((n, 1) for n in counts if n > 1) + tuple((1, n) for n in columns if n > 1)
         elif self._meeting is not None and self._meeting.size > 1:
             seen.shards = ((self._meeting.size, 1), (1, self._meeting.size))
@@ -250,7 +258,9 @@ class Audit:
                 tensors = {k: v for state in states for k, v in state.items() if isinstance(v, Tensor)}
                 named = {"weight": p, **{k: v for k, v in tensors.items() if v.shape == p.shape and v.ndim}}
                 size = local(p).numel()
-                table[w.seen.name] = {k: (region(dims), *digest(v, dims), size) for k, v in named.items() if local(v).numel() == size}
+                table[w.seen.name] = {
+                    k: (region(dims), *digest(v, dims), size) for k, v in named.items() if local(v).numel() == size
+                }
         return table
 
     @torch.no_grad()
