@@ -1,11 +1,12 @@
-"""Pieces of parameters on the ranks, their digests, and exchanges outside of the script's process groups."""
+"""Pieces of tensors on the ranks, their digests, and exchanges outside of the script's process groups."""
 
-from __future__ import annotations
-
+import json
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-ROWS_AT_ONCE = 2**22
+ELEMENTS_AT_ONCE = 2**22
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -22,86 +23,105 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def held(tensor: Tensor) -> list[Tensor] | None:
-    """Global indices of this rank's piece by dim; None off the mesh, or for a placement that is not known."""
+    """Global indices of this rank's piece by dim; None off the mesh, or for an unknown placement."""
     dims = [torch.arange(n, device="cpu") for n in tensor.shape]
     if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
+        if (coordinate := tensor.device_mesh.get_coordinate()) is None:
             return None
         for axis, placement in enumerate(tensor.placements):
             if (dim := getattr(placement, "dim", None)) is not None:
                 # Strided shards of tensor parallelism take a chunk of each of several runs.
                 count = tensor.device_mesh.size(axis)
                 size = max(1, -(-len(dims[dim]) // (count * getattr(placement, "split_factor", 1))))
-                chunks = dims[dim].split(size)[coordinate[axis] :: count]
-                dims[dim] = torch.cat([dims[dim][:0], *chunks])
-        if tuple(map(len, dims)) != tuple(local(tensor).shape):
-            return None
-    return dims
+                dims[dim] = torch.cat([dims[dim][:0], *dims[dim].split(size)[coordinate[axis] :: count]])
+    return dims if tuple(map(len, dims)) == tuple(local(tensor).shape) else None
 
 
-def digest(tensor: Tensor, dims: Sequence[Tensor]) -> tuple[float, float]:
-    """A random linear form of the whole tensor's elements on this rank, and their sum of squares, both in float64.
+def digest(tensor: Tensor, dims: Sequence[Tensor]) -> tuple[str, float, float, int]:
+    """A piece's place, a random linear form of its elements, their sum of squares and number.
 
-    The values of disjoint pieces add up to the whole tensor's.
+    Linear forms of disjoint pieces add up to the whole tensor's. In float64, so that equal bits have equal digests.
     """
-    piece, weights = local(tensor), []
+    place = ",".join(f"{int(i[0])}-{int(i[-1])}/{len(i)}" if len(i) else "-" for i in dims)
+    piece, weights = local(tensor), list[Tensor]()
+    if not piece.ndim or not piece.numel():
+        return place, float(piece.double().sum()), float(piece.double().square().sum()), piece.numel()
     for dim, (size, indices) in enumerate(zip(tensor.shape, dims, strict=True)):
         draw = torch.Generator().manual_seed(dim)
         drawn = torch.randn(size, generator=draw, dtype=torch.float64, device="cpu")
         weights.append(drawn[indices].to(piece.device))
-    if not piece.ndim or not piece.numel():
-        return float(piece.double().sum()), float(piece.double().square().sum())
-    rows = max(1, ROWS_AT_ONCE // max(1, piece[0].numel()))
-    total = squares = torch.zeros((), dtype=torch.float64, device=piece.device)
+    rows, total, squares = max(1, ELEMENTS_AT_ONCE // max(1, piece[0].numel())), 0.0, 0.0
     for x, first in zip(piece.split(rows), weights[0].split(rows), strict=True):
         y = x.double()
-        squares = squares + y.square().sum()
+        squares += float(y.square().sum())
         for weight in reversed(weights[1:]):
             y = y @ weight
-        total = total + y @ first
-    return float(total), float(squares)
-
-
-def region(dims: Sequence[Tensor]) -> str:
-    """A name of a piece's place."""
-    return ",".join(f"{int(i[0])}-{int(i[-1])}/{len(i)}" if len(i) else "-" for i in dims)
+        total += float(y @ first)
+    return place, total, squares, piece.numel()
 
 
 def whole(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Tensor]]) -> Tensor | None:
-    """The mean of overlapping pieces as a float32 tensor; None if an element is missing."""
+    """The mean of overlapping pieces in float32 on the CPU; None if an element is missing."""
     total, count = (torch.zeros(tuple(shape), dtype=torch.float32, device="cpu") for _ in range(2))
     for dims, piece in pieces:
         index = tuple(i.view(-1, *[1] * (len(dims) - 1 - dim)) for dim, i in enumerate(dims))
         total[index] += piece.float().cpu()
         count[index] += 1
-    return None if not count.all() else total / count
+    return total / count if count.all() else None
+
+
+Found = dict[tuple[str, str], list[str]]
+"""Names by code and evidence. The code is empty for an undecided name."""
+
+
+def differences(paths: Sequence[str], tables: Sequence[Any], restored: bool) -> Found:
+    """Weights and states that differ from the loaded checkpoint with the fewest differences, by the digests beside it.
+
+    Args: `tables` of digests after the load, one a rank. States count if an optimizer was `restored`.
+    """
+    results = list[Found]()
+    for path in map(Path, dict.fromkeys(paths)):
+        saved = [json.loads(file.read_text()) for file in sorted(path.parent.glob(f"{path.name}.audit.*.json"))]
+        found: Found = defaultdict(list)
+        for name, key in dict.fromkeys((name, key) for table in saved for name in table for key in table[name]):
+            if not any(name in table for table in tables) or (key != "weight" and not restored):
+                continue
+            then, now = ({e[0]: e[1:] for t in side if (e := t.get(name, {}).get(key))} for side in (saved, tables))
+            old, new = ([sum(parts) for parts in zip(*side.values(), strict=True)] for side in (then, now))
+            if not new:
+                found["resume", f"{key} of {path.name} was not restored"].append(name)
+            elif old[2] != new[2]:
+                found["", f"{path.name} has digests of a part of {key}"].append(name)
+            elif abs(old[0] - new[0]) > 0.01 * max(old[1], new[1]) ** 0.5:
+                found["resume", f"{key} is not that of {path.name}"].append(name)
+        results.append(found)
+    return min(results, key=lambda found: sum(code != "" for code, _ in found), default=defaultdict(list))
 
 
 class Meeting:
-    """All ranks of the script, through the store of its default process group. No wait is longer than the limit."""
+    """All ranks of the script, by the store of its default process group. A wait ends after `limit` seconds."""
 
     def __init__(self, limit: float) -> None:
-        self.limit, self.rank, self.size, self.missing = limit, 0, 1, list[int]()
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size > 1:
-            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-            self._store = dist.PrefixStore(f"titan_muon.audit/{store.add(f'titan_muon.audit/{self.rank}', 1)}", store)
+        self.limit, self.rank, self.size = limit, 0, 1
         self._group: Any = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+            number = store.add(f"titan_muon.audit/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"titan_muon.audit/{number}", store)
 
-    def come(self, place: str) -> bool:
-        """Whether all ranks come to a place within the limit; `missing` has the others."""
-        if self.size == 1:
-            return True
-        self._store.set(f"{place}/{self.rank}", "here")
-        deadline = time.monotonic() + self.limit
-        for rank in range(self.size):
+    def come(self, place: str) -> list[int]:
+        """Wait for all ranks at a place. Returns those that do not come; without them each rank is on its own."""
+        deadline, missing = time.monotonic() + self.limit, list[int]()
+        if self.size > 1:
+            self._store.set(f"{place}/{self.rank}", "here")
+        for rank in range(self.size if self.size > 1 else 0):
             try:
                 self._store.wait([f"{place}/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
             except RuntimeError:
-                self.missing.append(rank)
-        return not self.missing
+                missing.append(rank)
+        self.rank, self.size = (0, 1) if missing else (self.rank, self.size)
+        return missing
 
     def gather(self, to: int, value: Any) -> list[Any]:
         """The values of all ranks on rank `to`; empty elsewhere. Raises RuntimeError after ten times the limit."""
@@ -116,13 +136,11 @@ class Meeting:
         if self.rank != to:
             self._group.send([data], to, 0).wait()
             return []
-        values = list[Any]()
-        for rank, size in enumerate(map(int, sizes)):
-            buffer = bytearray(size)
+        buffers = [bytearray(int(size)) for size in sizes]
+        for rank, buffer in enumerate(buffers):
             if rank != to:
                 self._group.recv([torch.frombuffer(buffer, dtype=torch.uint8)], rank, 0).wait()
-            values.append(value if rank == to else pickle.loads(buffer))
-        return values
+        return [value if rank == to else pickle.loads(buffer) for rank, buffer in enumerate(buffers)]
 
     def tell(self, key: str, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -132,14 +150,3 @@ class Meeting:
             self._store.set(key, pickle.dumps(value))
         self._store.wait([key], timedelta(seconds=10 * self.limit))
         return pickle.loads(self._store.get(key))
-
-
-def combined(tables: Sequence[Mapping[str, Any]], name: str, key: str, size: int) -> tuple[float, float] | None:
-    """Digest and norm of a whole tensor from its pieces in several tables; None if a piece is missing."""
-    pieces: dict[str, tuple[float, float, int]] = {}
-    for table in tables:
-        if (entry := table.get(name, {}).get(key)) is not None:
-            pieces.setdefault(entry[0], entry[1:4])
-    if sum(count for *_, count in pieces.values()) != size:
-        return None
-    return sum(value for value, *_ in pieces.values()), sum(square for _, square, _ in pieces.values()) ** 0.5

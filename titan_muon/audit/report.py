@@ -1,92 +1,54 @@
 """Findings, undecided names and a table by role."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .judge import FITS, Verdict
+from .judge import FITS, WHOLE, Seen, Verdict
+from .ranks import Found
 
 REMEDIES: Mapping[str, str] = {
     "sgd": "look for the call of Newton-Schulz, and for the condition that skips it",
     "inactive": "look at the rule that gives matrices to Muon: flat, empty and sharded shapes are no matrices",
     "per-micro-batch": "orthogonalize once a step, after the last backward pass",
     "micro-momentum": "update the momentum once a step, after the last backward pass",
-    "per-shard": "gather the matrix before Newton-Schulz; allow this code for heads or MuonBP",
+    "per-shard": "gather the matrix before Newton-Schulz; allow this code for heads and MuonBP",
     "nesterov": "pass the option on to the update",
     "momentum": "pass the option on to the update",
     "coupled-decay": "multiply the weight by 1 - lr * weight_decay, and leave the gradient as it is",
-    "decay": "multiply the weight by 1 - lr * weight_decay in each step, once",
+    "decay": "multiply the weight by 1 - lr * weight_decay once in each step",
     "twice": "orthogonalize once, with the intended number of steps",
     "scale": "take rows and columns of the whole matrix, as nn.Linear stores it: (out, in)",
     "embedding": "give embeddings and output heads to AdamW",
-    "still": "look for a step that is skipped, a copy that is trained in its place, or an update that is not written back",
+    "still": "look for a skipped step, and for an update of a copy that is not written back",
     "nobody": "give the parameter to an optimizer, or set requires_grad to False",
     "replicas": "reduce gradients before the step, and start all ranks from equal weights",
-    "resume": "load weights and states after the last call that sets them, and into the same names",
+    "resume": "load weights and states after the last call that sets them, under the names of the saved ones",
 }
 """The codes of findings, with remedies."""
 EMBEDDING = re.compile(r"(^|\.)(wte|wpe|\w*embed\w*|lm_head|head|output|unembed\w*|classifier|score)\.weight$")
 SMALL = re.compile(r"router|(^|\.)gate\.weight|norm")
-RULES: Mapping[str, Any] = {
+RULES: Mapping[str, Callable[[float, float], float]] = {
     "1": lambda m, n: 1.0,
     "sqrt(max(1, m/n))": lambda m, n: max(1.0, m / n) ** 0.5,
     "0.2 sqrt(max(m, n))": lambda m, n: 0.2 * max(m, n) ** 0.5,
     "sqrt(m/n)": lambda m, n: (m / n) ** 0.5,
 }
-STATED: Mapping[str, str] = {"original": "sqrt(max(1, m/n))", "match_rms_adamw": "0.2 sqrt(max(m, n))"}
-
-
-@dataclass
-class Seen:
-    """A parameter on a rank, as the ranks exchange it. `digests` has one entry for each audited step, and the last after."""
-
-    name: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
-    replicated: bool
-    optimizer: str = ""
-    group: dict[str, Any] = field(default_factory=dict)
-    number: int = 0
-    region: str = ""
-    numel: int = 0
-    digests: list[float] = field(default_factory=list)
-    gradient: bool = False
-    captured: bool = False
-    shards: tuple[tuple[int, int], ...] = ()
-    undecided: str = ""
-
-    @property
-    def embedding(self) -> bool:
-        return self.module == "Embedding" or bool(EMBEDDING.search(self.name))
-
-    @property
-    def hidden(self) -> bool:
-        """Whether Muon is meant for it: a matrix, or a stack of matrices, inside of the model."""
-        matrix = len(self.shape) > 1 and min(self.shape[-2:]) > 1
-        return matrix and not self.embedding and not SMALL.search(self.name)
-
-    @property
-    def for_muon(self) -> bool:
-        keys = self.group.get("use_muon", "ns_steps" in self.group or "muon" in self.optimizer.lower())
-        return self.hidden and bool(keys)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: its code, the names and the evidence."""
+    """A finding: code, names by role, and evidence."""
 
     code: str
     names: str
     evidence: str
-    allowed: bool = False
+    allowed: bool
 
     def __str__(self) -> str:
         mark = "allowed" if self.allowed else "FINDING"
@@ -95,33 +57,36 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an audit. `undecided` has names and reasons."""
+    """The result of an audit. `undecided` has names and reasons; `table` has a row for each role."""
 
     findings: tuple[Finding, ...] = ()
     undecided: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
     table: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
 
     @property
     def codes(self) -> list[str]:
-        """Codes of the findings that are not allowed, without repetition."""
+        """Codes of the findings that are not allowed, each once."""
         return list(dict.fromkeys(f.code for f in self.findings if not f.allowed))
 
     def __str__(self) -> str:
-        head = f"{'role':<36}{'count':>6} {'shape':<14}{'optimizer':<14}{'update':<10}{'error':>6} {'scale':<20}{'decay':>9} momentum  blocks"
-        lines = [head] if self.table else []
-        for row in self.table:
-            shape = "x".join(map(str, row["shape"]))
-            lines.append(
-                f"{row['role'][:35]:<36}{row['count']:>6} {shape:<14}{row['optimizer'][:13]:<14}{row['update']:<10}"
-                f"{row['error']:>6.3f} {row['scale']:<20}{row['decay']:>9.2g} {row['momentum']:<9} {row['blocks']}"
-            )
-        lines += [f"note: {note}" for note in self.notes]
+        sizes = {
+            "role": 36,
+            "count": 6,
+            "shape": 13,
+            "optimizer": 14,
+            "update": 11,
+            "error": 8,
+            "scale": 20,
+            "decay": 9,
+            "momentum": 9,
+        }
+        rows = [dict(zip(sizes, sizes, strict=True)) | {"blocks": "blocks"}, *self.table] if self.table else []
+        lines = ["".join(str(row[k])[: n - 1].ljust(n) for k, n in sizes.items()) + row["blocks"] for row in rows]
         lines += [f"undecided: {names}: {reason}" for names, reason in self.undecided]
-        lines += map(str, self.findings)
-        count = sum(not f.allowed for f in self.findings)
-        return "\n".join([*lines, f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"])
+        return "\n".join(
+            [*lines, *map(str, self.findings), f"{len(self.codes)} kinds of findings in {self.seconds:.1f} s"]
+        )
 
 
 def role_of(name: str) -> str:
@@ -129,166 +94,151 @@ def role_of(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], resumed: Sequence[tuple[str, str, str]],
-             classes: Sequence[str], missing: Sequence[int], allow: Sequence[str], seconds: float) -> Report:  # fmt: skip
-    """The report from the observations of all ranks and the verdicts on sampled parameters."""
+def is_embedding(seen: Seen) -> bool:
+    """Whether a parameter is an embedding or an output head."""
+    return seen.module == "Embedding" or bool(EMBEDDING.search(seen.name))
+
+
+def is_hidden(seen: Seen) -> bool:
+    """Whether a parameter is a matrix or a stack of matrices inside of the model."""
+    matrix = len(seen.shape) > 1 and min(seen.shape[-2:]) > 1
+    return matrix and not is_embedding(seen) and not SMALL.search(seen.name)
+
+
+def is_muon(seen: Seen) -> bool:
+    """Whether its group or optimizer says that Muon trains it."""
+    says = "ns_steps" in seen.group or "muon" in seen.optimizer.lower()
+    return is_hidden(seen) and bool(seen.group.get("use_muon", says))
+
+
+def conclude(
+    everyone: Sequence[Mapping[str, Seen]],
+    verdicts: Mapping[str, Verdict],
+    found: Found,
+    classes: Sequence[str],
+    allow: Sequence[str],
+    seconds: float,
+) -> Report:
+    """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
     used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer}
     seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    unsure: dict[str, list[str]] = defaultdict(list)
-    notes = list[str]()
-    for name, code, evidence in resumed:
-        (found[code, evidence] if code else unsure[evidence]).append(name)
     for name, s in seen.items():
-        if s.undecided:
-            unsure[s.undecided].append(name)
         parts = {rank: part[name] for rank, part in enumerate(everyone) if name in part}
-        _replicas(name, parts, found, unsure)
-        moved = any(len(set(p.digests)) > 1 for p in parts.values())
-        if any(p.gradient for p in parts.values()) and not moved and len(s.digests) > 1:
-            low = s.dtype != "torch.float32" and len(s.shape) < 2
-            evidence = "has a gradient and does not move"
-            if low:
-                unsure[f"{evidence}: the rounding of {s.dtype} may hide its steps"].append(name)
-            elif s.optimizer:
-                found["still", evidence].append(name)
-            else:
-                found["nobody", "has a gradient, does not move, and is in no optimizer"].append(name)
-    drifted = {name for (code, _), names in found.items() if code == "replicas" for name in names}
-    judged = {n: v for n, v in verdicts.items() if n in seen and n not in drifted}
-    _kinds(seen, judged, classes, found, unsure)
+        _ranks(name, parts, found)
+        if s.undecided:
+            found["", s.undecided].append(name)
+        moved = len(s.digests) < 2 or any(len(set(part.digests)) > 1 for part in parts.values())
+        if any(part.gradient for part in parts.values()) and not moved:
+            code = "still" if s.optimizer else "nobody"
+            rounded = s.dtype != torch.float32 and len(s.shape) < 2
+            found["" if rounded else code, "has a gradient and does not move"].append(name)
+    drifted = [name for (code, _), names in found.items() if code == "replicas" for name in names]
+    judged = {name: v for name, v in verdicts.items() if name in seen and name not in drifted}
+    _kinds(seen, judged, classes, found)
     rules = _scales(seen, judged, found)
-    if missing:
-        notes.append(f"ranks {', '.join(map(str, missing))} did not come to the comparison: each rank is judged apart")
-    if not seen:
-        notes.append("no step of a torch.optim.Optimizer was seen")
-    findings = []
-    for (code, evidence), names in found.items():
-        allowed = any(
-            a.split(":")[0] == code and all(fnmatch.fnmatch(n, (a + ":*").split(":")[1]) for n in names) for a in allow
-        )
-        findings.append(Finding(code, short(names, seen), evidence, allowed))
-    undecided = tuple((short(names, seen), reason) for reason, names in unsure.items())
-    return Report(tuple(findings), undecided, tuple(notes), _table(seen, judged, rules), seconds)
+
+    def names_of(names: Sequence[str]) -> str:
+        roles = {role: [n for n in seen if role_of(n) == role] for role in dict.fromkeys(map(role_of, names))}
+        listed = [f"{role} ({len(all_)})" if len(all_) > 1 else (all_ or [role])[0] for role, all_ in roles.items()]
+        return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
+
+    def allowed(code: str, names: Sequence[str]) -> bool:
+        patterns = [a.partition(":")[2] or "*" for a in allow if a.partition(":")[0] == code]
+        return any(all(fnmatch.fnmatch(n, p) for n in names) for p in patterns)
+
+    findings = [Finding(c, names_of(names), e, allowed(c, names)) for (c, e), names in found.items() if c]
+    undecided = [(names_of(names), evidence) for (code, evidence), names in found.items() if not code]
+    rows = dict[Any, str]()
+    for name, s in seen.items():
+        role = role_of(name), s.shape, s.optimizer
+        rows[role] = rows[role] if rows.get(role) in judged else name
+    table = tuple(_row(seen, name, judged.get(name, Verdict("not sampled")), rules) for name in rows.values())
+    return Report(tuple(findings), tuple(undecided), table, seconds)
 
 
-def _replicas(name: str, parts: Mapping[int, Seen], found: Any, unsure: Any) -> None:
-    """Pieces of one region must stay equal on all ranks."""
-    regions: dict[str, dict[int, list[float]]] = defaultdict(dict)
-    for rank, part in parts.items():
-        regions[part.region][rank] = part.digests
-    for held in regions.values():
-        steps = min(map(len, held.values()))
-        unequal = next((i for i in range(steps) if len({d[i] for d in held.values()}) > 1), None)
+def _row(seen: Mapping[str, Seen], name: str, v: Verdict, rules: Mapping[str, str]) -> dict[str, Any]:
+    s, lr = seen[name], float(seen[name].group.get("lr", 0.0)) or 1.0
+    count = sum((role_of(n), o.shape) == (role_of(name), s.shape) for n, o in seen.items())
+    momentum = "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}"
+    scale, blocks = (
+        rules.get(name, f"{v.scale / lr:.3g}"),
+        "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks),
+    )
+    return {"role": role_of(name), "count": count, "shape": "x".join(map(str, s.shape)), "optimizer": s.optimizer or "-",
+            "update": v.kind, "error": f"{v.error:.4f}", "scale": scale, "decay": f"{v.decay / lr:.2g}",
+            "momentum": momentum, "blocks": blocks}  # fmt: skip
+
+
+def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
+    """Find pieces of one place that are not equal on all ranks."""
+    for place in dict.fromkeys(part.place for part in parts.values()):
+        held = {rank: part.digests for rank, part in parts.items() if part.place == place}
+        steps = range(min(map(len, held.values())))
+        unequal = next((i for i in steps if len({digests[i] for digests in held.values()}) > 1), None)
         if unequal == 0 and not next(iter(parts.values())).replicated:
-            unsure["other values on each rank from the first step: pieces of one matrix, or unequal replicas"].append(
+            found["", "other values on each rank from the start: pieces of one matrix, or unequal replicas"].append(
                 name
             )
         elif unequal is not None:
-            values = [d[unequal] for d in held.values()]
-            odd = [str(r) for r, d in held.items() if d[unequal] != max(values, key=values.count)]
+            values = [digests[unequal] for digests in held.values()]
+            odd = [str(r) for r, digests in held.items() if digests[unequal] != max(values, key=values.count)]
             found["replicas", f"rank {', '.join(odd)} has other values before step {unequal + 1}"].append(name)
             return
 
 
-def _kinds(
-    seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Sequence[str], found: Any, unsure: Any
-) -> None:
-    muon = [n for n, v in judged.items() if v.kind == "muon"]
-    hidden = [n for n, s in seen.items() if s.hidden]
-    asked = any("muon" in c.lower() for c in classes) or any(s.for_muon or "use_muon" in s.group for s in seen.values())
-    if asked and not muon:
-        adam = [n for n in hidden if n in judged and judged[n].kind == "adam"]
-        if seen and not hidden:
-            found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
-        elif adam and len(adam) == sum(n in judged for n in hidden):
-            found["inactive", "every hidden matrix is trained by Adam"] += adam
+def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Sequence[str], found: Found) -> None:
+    """Find updates of another kind than the optimizer says."""
+    asked = any("muon" in c.lower() for c in classes) or any(is_muon(s) or "use_muon" in s.group for s in seen.values())
+    hidden, none = [n for n, s in seen.items() if is_hidden(s)], not any(v.kind == "muon" for v in judged.values())
+    if asked and none and seen and not hidden:
+        found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
     for name, v in judged.items():
         s = seen[name]
-        if v.kind == "undecided":
-            unsure[v.undecided].append(name)
-        elif v.kind == "sgd" and s.hidden and s.optimizer != "SGD" and (s.for_muon or asked and not muon):
-            found["sgd", f"the step is a sum of gradients (error {v.error:.3f}), and Newton-Schulz never ran"].append(
-                name
-            )
-        elif v.kind == "adam" and s.for_muon and muon:
-            found["inactive", "its group is Muon's, and Adam trains it"].append(name)
+        lr, stated = float(s.group.get("lr", 0.0)), float(s.group.get("weight_decay") or 0.0)
+        if v.undecided:
+            found["", v.undecided].append(name)
+        elif v.kind == "sgd" and is_hidden(s) and s.optimizer != "SGD" and (is_muon(s) or (asked and none)):
+            found["sgd", "the step is a sum of gradients: Newton-Schulz never ran"].append(name)
+        elif v.kind == "adam" and is_hidden(s) and (is_muon(s) or (asked and none)):
+            found["inactive", "Adam trains it in place of Muon"].append(name)
         elif v.kind == "muon":
-            for code, text in v.wrong:
-                found[code, text].append(name)
-            if s.embedding:
+            for wrong in v.wrong:
+                found[wrong].append(name)
+            if is_embedding(s):
                 found["embedding", "an embedding or output head is orthogonalized"].append(name)
-            if v.error > FITS * 2:
-                unsure[f"a variant of Muon: its own parts are not judged (error {v.error:.2f})"].append(name)
-            lr, stated = float(s.group.get("lr", 0.0)), float(s.group.get("weight_decay", 0.0) or 0.0)
-            room = 0.1 * lr * stated + 8 * v.noise + 0.25 * torch.finfo(getattr(torch, s.dtype[6:])).eps + 1e-9
-            if s.optimizer and abs(v.decay - lr * stated) > room and not v.wrong and abs(v.decay - stated) > room:
+            if v.error > 2 * FITS:
+                found["", f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})"].append(name)
+            room = 0.1 * lr * stated + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
+            if s.optimizer and not v.wrong and min(abs(v.decay - lr * stated), abs(v.decay - stated)) > room:
                 size = f"{v.decay / lr:.2g}" if abs(v.decay) > 0.1 * lr * stated else "missing"
                 found["decay", f"the group says weight_decay {stated:g}, and it is {size}"].append(name)
 
 
-def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Any) -> dict[str, str]:
-    """Rule of the update's size, by name; findings for rules of a shard, of swapped rows and columns, or not stated."""
-    groups: dict[Any, dict[str, tuple[int, int, float]]] = defaultdict(dict)
+def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> dict[str, str]:
+    """Rules of the update's size by name. Find those of a shard, or of exchanged rows and columns."""
+    groups, rules = defaultdict[Any, dict[str, tuple[int, int, float]]](dict), dict[str, str]()
     for name, v in judged.items():
         s = seen[name]
         if (
             v.kind == "muon"
-            and v.error < FITS * 2
+            and v.error < 2 * FITS
             and not v.wrong
-            and v.blocks == (1, 1)
+            and v.blocks == WHOLE
             and s.optimizer
             and len(s.shape) == 2
         ):
-            shape = s.shape[::-1] if s.module == "Conv1D" else s.shape
-            groups[s.optimizer, s.number][name] = (*shape, v.scale / float(s.group["lr"]))
-    rules = dict[str, str]()
+            rows, cols = s.shape[::-1] if s.module == "Conv1D" else s.shape
+            groups[s.optimizer, s.number][name] = rows, cols, v.scale / float(s.group["lr"])
     for members in groups.values():
-        s = seen[next(iter(members))]
-        wrong = [("that of exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
-        for r, c in s.shards:
-            text = f"that of a shard of {r * c}, not of the whole matrix"
-            wrong += [(text, lambda m, n, r=r, c=c, f=f: f(m / r, n / c)) for f in RULES.values()]
-
-        def fits(rule: Any, members: Any = members) -> bool:
-            return all(abs(size / rule(m, n) - 1) < 0.08 for m, n, size in members.values())
-
-        right = [text for text, rule in RULES.items() if fits(rule)]
-        says = s.group.get("adjust_lr_fn", "?")
-        want = STATED.get("original" if says is None else says) if says is None or isinstance(says, str) else None
-        if right and (want is None or want in right):
-            rules |= dict.fromkeys(members, right[0] if want is None else want)
-        elif right:
-            found["scale", f"the size of the update is {right[0]}, and the group says {want}"] += list(members)
-        else:
-            for text in [text for text, rule in wrong if fits(rule)][:1]:
-                found["scale", f"the size of the update is {text}"] += list(members)
+        wrong = [("exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
+        for r, c in seen[next(iter(members))].shards:
+            wrong += [(f"a shard of {r * c}", lambda m, n, r=r, c=c, f=f: f(m / r, n / c)) for f in RULES.values()]
+        right, bad = (
+            [t for t, f in rules_ if all(abs(size / f(m, n) - 1) < 0.08 for m, n, size in members.values())]
+            for rules_ in (RULES.items(), wrong)
+        )
+        if right:
+            rules |= dict.fromkeys(members, right[0])
+        elif bad:
+            found["scale", f"the size of the update is that of {bad[0]}"] += list(members)
     return rules
-
-
-def _table(
-    seen: Mapping[str, Seen], judged: Mapping[str, Verdict], rules: Mapping[str, str]
-) -> tuple[dict[str, Any], ...]:
-    rows: dict[Any, list[str]] = defaultdict(list)
-    for name, s in seen.items():
-        rows[role_of(name), s.shape, s.optimizer].append(name)
-    table = []
-    for (role, shape, optimizer), names in rows.items():
-        name = next((n for n in names if n in judged), names[0])
-        v = judged.get(name, Verdict("not sampled"))
-        momentum = "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}"
-        lr = float(seen[name].group.get("lr", 0.0)) or 1.0
-        table.append({"role": role, "count": len(names), "shape": shape, "optimizer": optimizer or "-", "update": v.kind, "error": round(v.error, 4),
-                      "scale": rules.get(name, f"{v.scale / lr:.3g}"), "decay": v.decay / lr, "momentum": momentum,
-                      "blocks": "whole" if v.blocks == (1, 1) else f"{v.blocks[0]} x {v.blocks[1]}", "spectrum": v.spectrum})  # fmt: skip
-    return tuple(table)
-
-
-def short(names: Sequence[str], seen: Mapping[str, Seen]) -> str:
-    """Names by role, each with the number of its parameters."""
-    if len(names) == 1 and sum(role_of(n) == role_of(names[0]) for n in seen) == 1:
-        return names[0]
-    roles = list(dict.fromkeys(map(role_of, names)))
-    counts = {role: sum(role_of(n) == role for n in seen) for role in roles}
-    listed = ", ".join(f"{r} ({counts[r]})" if counts[r] > 1 else r for r in roles[:4])
-    return listed + (f" and {len(roles) - 4} more roles" if len(roles) > 4 else "")

@@ -1,383 +1,301 @@
 """Watches the parameters of models and optimizers through PyTorch's hooks, for a few steps of each optimizer."""
 
-from __future__ import annotations
-
 import gc
+import json
 import re
+import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .judge import Evidence, Gradient, Verdict, judge
-from .ranks import Meeting, digest, held, local, region, whole
-from .report import Report, Seen, conclude, role_of
-from .resume import compare, record
+from .judge import Evidence, Seen, judge
+from .ranks import Meeting, differences, digest, held, local, whole
+from .report import Report, conclude, role_of
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
-
-
-@dataclass
-class Watched:
-    """A parameter on this rank. `steps` has the gradient before each step, and those of its backward passes."""
-
-    parameter: Tensor
-    seen: Seen
-    sampled: bool = False
-    passes: list[Tensor] = field(default_factory=list)
-    steps: list[tuple[Tensor | None, list[Tensor]]] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    start: dict[str, Tensor] = field(default_factory=dict)
-    before: Tensor | None = None
-    after: Tensor | None = None
+MOST_PASSES = 8
 
 
 class Audit:
-    """An audit of this process: `report` after the audited steps, or after `close`.
+    """An audit of this process. `report` is set after the audited steps, or by `close`.
 
-    Args: `steps` of each optimizer, `memory` in bytes for gradients on this rank, and `limit` in seconds for waits.
+    Args: `steps` of each optimizer, `memory` in bytes for sampled tensors of this rank, `limit` in seconds for waits.
     """
 
     def __init__(self, steps: int = 4, memory: float = 2**31, limit: float = 60.0, allow: Iterable[str] = ()) -> None:
         self.steps, self.limit, self.allow, self._room = steps, limit, tuple(allow), memory
         self.report: Report | None = None
-        self._seconds = 0.0
-        self._optimizers: dict[Optimizer, int] = {}  # with their steps so far
-        self._watched: dict[Tensor, Watched] = {}
-        self._outer: Optimizer | None = None
-        self._roles, self._names = set[tuple[Any, ...]](), set[str]()
-        self._loaded, self._tables, self._restored = list[str](), None, False
-        self._undo, self._undo_saves = list[Callable[[], Any]](), list[Callable[[], Any]]()
         self._meeting: Meeting | None = None
-        self.alive: object = None
-
-    # Hooks
+        self._outer: Optimizer | None = None
+        self._table: dict[str, Any] | None = None
+        self._seconds, self._restored, self._loaded = 0.0, False, list[str]()
+        self._counts: dict[Optimizer, int] = {}
+        self._seen: dict[Tensor, Seen] = {}
+        self._undo, self._undo_saves = list[Callable[[], Any]](), list[Callable[[], Any]]()
 
     def open(self, *models: nn.Module) -> None:
-        """Begin to watch: the parameters of `models`, or those of all modules once an optimizer is made."""
-        self._undo += [h.remove for h in (register_optimizer_step_pre_hook(self._before),)]
-        self._undo += [h.remove for h in (register_optimizer_step_post_hook(self._after),)]
-        self._replace(Optimizer, "__init__", lambda result, optimizer, *_, **__: self._adopt(optimizer))
-        self._replace(Optimizer, "load_state_dict", lambda *_, **__: setattr(self, "_restored", True))
-        import torch.distributed.checkpoint as dcp
+        """Watch the parameters of `models`, or by default of all modules that exist when an optimizer is made."""
+        hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        self._undo += [hook.remove for hook in hooks]
+        self._follow(Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
+        self._follow(Optimizer, "load_state_dict", lambda *_, **__: setattr(self, "_restored", True))
+        self._follow(torch, "load", lambda *a, **k: self._file(self._loaded.append, *a, **k))
+        self._follow(dcp, "load", lambda *a, **k: self._file(self._loaded.append, *a[1:], **k))
+        for module in (torch, dcp):
+            self._follow(module, "save", lambda *a, **k: self._file(self._record, *a[1:], **k), self._undo_saves)
+        self._follow(dist, "destroy_process_group", lambda *_, **__: None, first=self.finish)
+        self._survey(models)
 
-        for module, first in ((torch, 1), (dcp, 1)):
-            saved = lambda *a, first=first, **k: self._file(a[first + 1 :], k, self._record)  # noqa: E731
-            self._replace(module, "save", saved, self._undo_saves)
-            loaded = lambda *a, m=module, **k: self._file(a[1 + (m is dcp) :], k, self._loaded.append)  # noqa: E731
-            self._replace(module, "load", loaded)
-        self._replace(dist, "destroy_process_group", lambda *_, **__: None, before=self.finish)
-        if models:
-            self._survey(models)
-
-    def _replace(
-        self, owner: Any, name: str, then: Callable[..., Any], undo: list[Any] | None = None, before: Any = None
-    ) -> None:
-        """Let calls of `owner.name` be followed by `then(result, *arguments)`."""
+    def _follow(self, owner: Any, name: str, act: Any, undo: Any = None, first: Any = lambda: None) -> None:
+        """Act after each call of `owner.name`, with its arguments."""
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before()
+            first()
             result = original(*args, **kwargs)
-            then(result, *args, **kwargs)
+            act(*args, **kwargs)
             return result
 
-        call.__doc__, call.__wrapped__ = original.__doc__, original  # type: ignore[attr-defined]
         setattr(owner, name, call)
         (self._undo if undo is None else undo).append(lambda: setattr(owner, name, original))
 
-    def _file(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], use: Callable[[str], Any]) -> None:
+    def _file(self, use: Callable[[str], Any], *args: Any, **kwargs: Any) -> None:
         for place in (kwargs.get("checkpoint_id"), kwargs.get("f"), *args[:1]):
             if isinstance(place, str | Path):
-                return use(str(place))
+                use(str(place).rstrip("/"))
 
-    def _survey(self, models: Iterable[nn.Module]) -> None:
-        """Watch the trainable parameters of these modules and of their wrappers, by name."""
-        models = list(models)
-        inner = {child for module in models for child in module.children()}
-        for root in (module for module in models if module not in inner):
+    def _survey(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        inner = {child for module in modules for child in module.children()}
+        for root in (module for module in modules if module not in inner):
             for prefix, module in root.named_modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and parameter.requires_grad:
-                        full = WRAPPERS.sub("", f".{prefix}.{name}").strip(".")
-                        self._watch(parameter, full, type(module).__name__, type(root).__name__)
+                for name, p in module.named_parameters(recurse=False):
+                    full = WRAPPERS.sub("", f".{prefix}.{name}").strip(".")
+                    self._watch(p, full, type(module).__name__, type(root).__name__ == "DistributedDataParallel")
 
-    def _watch(self, parameter: Tensor, name: str, module: str, root: str) -> None:
-        if parameter in self._watched:
+    def _watch(self, p: Tensor, name: str, module: str = "", replicated: bool = False) -> None:
+        if p in self._seen or not p.requires_grad:
             return
-        while name in self._names:
+        while any(name == s.name for s in self._seen.values()):
             name += "'"
-        self._names.add(name)
-        replicated = root == "DistributedDataParallel" or isinstance(parameter, DTensor)
-        seen = Seen(name, module, tuple(parameter.shape), str(parameter.dtype), replicated)
-        watched = self._watched[parameter] = Watched(parameter, seen)
-        role = role_of(name), seen.shape
-        if role in self._roles or not parameter.is_leaf or not parameter.is_floating_point():
+        seen = self._seen[p] = Seen(name, module, tuple(p.shape), p.dtype, replicated or isinstance(p, DTensor))
+        need, role = 4 * local(p).numel() * (2 * self.steps + 2), (role_of(name), seen.shape)
+        if not (p.is_leaf and p.is_floating_point()) or any(
+            (role_of(s.name), s.shape) == role for s in self._sampled()
+        ):
             return
-        need = 4 * local(parameter).numel() * (2 * self.steps + 2)
         if need > self._room:
             seen.undecided = "larger than the memory limit of the audit"
             return
         self._room -= need
-        self._roles.add(role)
-        watched.sampled = True
-        if isinstance(parameter, DTensor):  # FSDP2 calls these hooks after its reduction.
-            hook = parameter.register_post_accumulate_grad_hook(lambda p: self._keep(watched, p.grad))
-        else:
-            hook = parameter.register_hook(lambda gradient: self._keep(watched, gradient))
-        self._undo.append(hook.remove)
+        seen.sampled = True
+        # FSDP2 calls the hooks of a DTensor after its reduction.
+        hook = p.register_post_accumulate_grad_hook if isinstance(p, DTensor) else p.register_hook
+        self._undo.append(hook(lambda x: self._keep(seen, x.grad if x is p else x, isinstance(p, DTensor))).remove)
 
-    def _keep(self, watched: Watched, gradient: Tensor | None) -> None:
-        if gradient is None or gradient.is_sparse:
-            return
-        piece = local(gradient).float().clone()
-        if isinstance(watched.parameter, DTensor):
-            for earlier in watched.passes:
-                piece -= earlier
-        # Of many passes, the last entry has the sum of the rest.
-        if len(watched.passes) < 8:
-            watched.passes.append(piece)
-        else:
-            watched.passes[-1] += piece
+    def _sampled(self) -> list[Seen]:
+        return [s for s in self._seen.values() if s.sampled]
+
+    def _keep(self, seen: Seen, gradient: Tensor | None, summed: bool) -> None:
+        """Record the gradient of a backward pass; the last record has the sum of all later passes."""
+        if gradient is not None and not gradient.is_sparse:
+            step, piece = len(seen.groups), local(gradient).float().clone()
+            for i in range(seen.passes if summed else 0):
+                piece -= seen.tensors["pass", step, i]
+            if seen.passes == MOST_PASSES:
+                seen.passes, piece = seen.passes - 1, piece + seen.tensors["pass", step, seen.passes - 1]
+            seen.tensors["pass", step, seen.passes] = piece
+            seen.passes += 1
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Watch the parameters of a new optimizer."""
-        if optimizer in self._optimizers:
-            return
-        self._optimizers[optimizer] = 0
-        parameters = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
-        if any(p not in self._watched for _, p in parameters):
-            self._survey([o for o in gc.get_objects() if issubclass(type(o), nn.Module)])
-        for i, (number, parameter) in enumerate(parameters):
-            names = optimizer.param_groups[number].get("param_names")
-            self._watch(parameter, names[i] if names and len(names) > i else f"group{number}.{i}", "", "")
-
-    # Steps
+        if self._counts.setdefault(optimizer, 0) == 0:
+            groups = optimizer.param_groups
+            if any(p not in self._seen for group in groups for p in group["params"]):
+                self._survey(o for o in gc.get_objects() if issubclass(type(o), nn.Module))
+            for number, group in enumerate(groups):
+                names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
+                for name, p in zip(names, group["params"], strict=True):
+                    self._watch(p, name)
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._outer is not None and self._outer is not optimizer:
+        if self._outer not in (None, optimizer):
             return
-        self._outer = optimizer
-        begin = time.perf_counter()
+        self._outer, begin = optimizer, time.perf_counter()
         self._adopt(optimizer)
-        # A step without a rate only makes states, in torch.distributed's get_optimizer_state_dict.
+        # A step without a rate only makes states, as in torch.distributed's get_optimizer_state_dict.
         if any(float(group["lr"]) for group in optimizer.param_groups):
             self._meeting = self._meeting or Meeting(self.limit)
-            if self._tables is None and self._loaded:
-                self._tables = self._table()
-            watched = self._of(optimizer)
-            if (count := self._optimizers[optimizer]) < self.steps:
-                for group, w in watched:
-                    self._tick(w, optimizer, group)
-            else:
-                self._capture(w for _, w in watched)
-            self._optimizers[optimizer] = count + 1
-            counts = [n for n in self._optimizers.values() if n]
-            if min(counts) > self.steps or count > 2 * self.steps:
+            if self._table is None and self._loaded:
+                self._table = self._digests()
+            count = self._counts[optimizer] = self._counts[optimizer] + 1
+            for number, group, p in self._of(optimizer):
+                if count <= self.steps:
+                    self._tick(p, optimizer, number, group)
+                else:
+                    self._capture(p)
+            if min(n for n in self._counts.values() if n) > self.steps or count > 2 * self.steps:
                 self.finish()
         self._seconds += time.perf_counter() - begin
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._outer is optimizer:
-            self._outer = None
+        self._outer = None if self._outer is optimizer else self._outer
 
-    def _of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Watched]]:
-        """The optimizer's parameters, and for the first optimizer those that are in none, with their groups."""
-        mine = [
-            (group, self._watched[p]) for group in optimizer.param_groups for p in group["params"] if p in self._watched
-        ]
-        stepping = [o for o, count in self._optimizers.items() if count] or [optimizer]
-        if optimizer is stepping[0]:
-            taken = {p for o in self._optimizers for group in o.param_groups for p in group["params"]}
-            rest = [w for p, w in self._watched.items() if p not in taken]
-            mine += [(optimizer.param_groups[0], w) for w in rest]
+    def _of(self, optimizer: Optimizer) -> list[tuple[int, Mapping[str, Any], Tensor]]:
+        """The optimizer's parameters with their groups. The first optimizer also has those of no optimizer, as -1."""
+        groups = optimizer.param_groups
+        mine = [(i, g, p) for i, g in enumerate(groups) for p in g["params"] if p in self._seen]
+        if optimizer is next(o for o, count in self._counts.items() if count):
+            taken = {p for o in self._counts for group in o.param_groups for p in group["params"]}
+            mine += [(-1, groups[0], p) for p in self._seen if p not in taken]
         return mine
 
-    def _tick(self, w: Watched, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    def _tick(self, p: Tensor, optimizer: Optimizer, number: int, group: Mapping[str, Any]) -> None:
         """Record a parameter before a step."""
-        p, seen = w.parameter, w.seen
+        seen = self._seen[p]
         if (dims := held(p)) is None:
             return
-        members = [q for g in optimizer.param_groups for q in g["params"]]
-        seen.optimizer = type(optimizer).__name__ if any(p is q for q in members) else ""
-        seen.group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        seen.group = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in seen.group.items()}
-        seen.number = next((i for i, g in enumerate(optimizer.param_groups) if g is group), 0)
-        seen.region, seen.numel = region(dims), local(p).numel()
-        seen.digests.append(digest(p, dims)[0])
-        gradient = p.grad
-        seen.gradient |= bool(w.passes) or gradient is not None and bool(local(gradient).any())
+        seen.optimizer, seen.number = type(optimizer).__name__ if number >= 0 else "", number
+        seen.place, value, _, _ = digest(p, dims)
+        seen.digests.append(value)
+        seen.gradient |= seen.passes > 0 or (p.grad is not None and bool(local(p.grad).any()))
         if isinstance(p, DTensor):
-            counts = [
-                p.device_mesh.size(i) for i, x in enumerate(p.placements) if getattr(x, "dim", None) == p.ndim - 2
-            ]
-            columns = [
-                p.device_mesh.size(i) for i, x in enumerate(p.placements) if getattr(x, "dim", None) == p.ndim - 1
-            ]
-            seen.shards = tuple((n, 1) for n in counts if n > 1) + tuple((1, n) for n in columns if n > 1)
+            sides = [(p.device_mesh.size(i), getattr(x, "dim", p.ndim) - p.ndim) for i, x in enumerate(p.placements)]
+            seen.shards = tuple((n, 1) if side == -2 else (1, n) for n, side in sides if n > 1 and side in (-2, -1))
         elif self._meeting is not None and self._meeting.size > 1:
             seen.shards = ((self._meeting.size, 1), (1, self._meeting.size))
-        if w.sampled:
-            if not w.groups:
-                states = optimizer.state.get(p, {}).items()
-                same = {k: v for k, v in states if isinstance(v, Tensor) and (v.shape == p.shape or not v.ndim)}
-                w.start = {k: local(v).float().clone() for k, v in same.items()}
-            w.groups.append(seen.group)
-            w.steps.append((None if gradient is None else local(gradient).float().clone(), w.passes))
-            w.before = local(p).clone()
-            w.passes = []
+        if seen.sampled:
+            for key, state in optimizer.state.get(p, {}).items() if not seen.groups else ():
+                if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
+                    seen.tensors["start", key] = local(state).float().clone()
+            if p.grad is not None and not p.grad.is_sparse:
+                seen.tensors["gradient", len(seen.groups)] = local(p.grad).float().clone()
+            seen.tensors["before",] = local(p).clone()
+        values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        seen.groups.append({k: v for k, v in values.items() if k not in ("params", "param_names")})
+        seen.passes = 0
 
-    def _capture(self, watched: Iterable[Watched]) -> None:
-        """Record parameters before the first step that is not audited, with updates that came in a forward pass."""
-        for w in watched:
-            if w.seen.digests and not w.seen.captured and (dims := held(w.parameter)) is not None:
-                w.seen.captured = True
-                w.seen.digests.append(digest(w.parameter, dims)[0])
-                w.after = local(w.parameter).clone() if w.sampled else None
+    def _capture(self, p: Tensor) -> None:
+        """Record a parameter before the first step that is not audited: the next forward may have updated it."""
+        seen = self._seen[p]
+        if 0 < len(seen.digests) == len(seen.groups) and (dims := held(p)) is not None:
+            seen.digests.append(digest(p, dims)[1])
+            if seen.sampled:
+                seen.tensors["after",] = local(p).clone()
 
-    # Checkpoints
-
-    def _table(self) -> dict[str, dict[str, tuple[str, float, float, int]]]:
+    def _digests(self) -> dict[str, Any]:
         """Digests of weights and optimizer states on this rank, by name and state."""
-        table: dict[str, dict[str, tuple[str, float, float, int]]] = {}
-        for p, w in self._watched.items():
-            if (dims := held(p)) is not None:
-                states = [v for o in self._optimizers for k, v in o.state.items() if k is p]
-                tensors = {k: v for state in states for k, v in state.items() if isinstance(v, Tensor)}
-                named = {"weight": p, **{k: v for k, v in tensors.items() if v.shape == p.shape and v.ndim}}
-                size = local(p).numel()
-                table[w.seen.name] = {
-                    k: (region(dims), *digest(v, dims), size) for k, v in named.items() if local(v).numel() == size
-                }
+        table: dict[str, Any] = {}
+        for p, seen in self._seen.items():
+            states = {k: v for o in self._counts for k, v in o.state.get(p, {}).items() if isinstance(v, Tensor)}
+            found = {"weight": p, **{k: v for k, v in states.items() if v.ndim and v.shape == p.shape}}
+            table[seen.name] = {k: digest(x, dims) for k, x in found.items() if (dims := held(x)) is not None}
         return table
 
     @torch.no_grad()
     def _record(self, path: str) -> None:
-        if self._optimizers:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            record(path, rank, self._table())
-
-    # Conclusions
+        """Write digests beside a saved checkpoint."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        Path(f"{path}.audit.{rank}.json").write_text(json.dumps(self._digests()))
 
     def close(self) -> None:
-        """Conclude if the steps were fewer than asked for, and remove all hooks."""
+        """Conclude if the script had fewer steps than asked for, and remove all hooks."""
         try:
             self.finish()
         finally:
-            for undo in (*reversed(self._undo), *reversed(self._undo_saves)):
-                undo()
+            while self._undo_saves:
+                self._undo_saves.pop()()
 
-    @property
-    def first(self) -> bool:
-        """Whether this rank shows the report."""
-        return self._meeting is None or self._meeting.rank == 0
-
-    def leave(self) -> None:
-        """Wait for the other ranks, because the launcher ends them with the first rank that fails."""
-        if self._meeting is not None and self._meeting.size > 1:
+    def show(self, file: Path | None = None) -> None:
+        """Print the report on the first rank, and wait, because a launcher ends all ranks with the first that fails."""
+        if self.report is not None and (self._meeting is None or self._meeting.rank == 0):
+            print(self.report, file=sys.stderr, flush=True)
+            if file is not None:
+                file.write_text(json.dumps(asdict(self.report), indent=1))
+        if self._meeting is not None:
             self._meeting.come("end")
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Compare the ranks, judge the last step, and remove the hooks of steps and gradients."""
-        if self.report is not None:
-            return
+        """Remove the hooks of steps and gradients, compare the ranks, and judge the last step."""
         begin = time.perf_counter()
         while self._undo:
             self._undo.pop()()
-        self._capture(self._watched.values())
+        if self.report is not None:
+            return
+        for p in self._seen:
+            self._capture(p)
         meeting = self._meeting = self._meeting or Meeting(self.limit)
-        together = meeting.come("finish")
-        if not together:
-            meeting.size, meeting.rank = 1, 0
-        mine = {w.seen.name: w.seen for w in self._watched.values() if w.seen.region}
-        tables = meeting.gather(0, (mine, self._tables or {}))
-        everyone = [seen for seen, _ in tables]
-        sampled = {w.seen.name: w for w in self._watched.values() if w.sampled and w.before is not None}
-        names = sorted({n for part in meeting.gather(0, list(sampled)) for n in part})
-        evidence: dict[str, Evidence] = {}
+        missing = meeting.come("finish")
+        sampled = {s.name: (held(p), s) for p, s in self._seen.items() if s.sampled and s.digests}
+        self._seen = {p: replace(s, tensors={}) for p, s in self._seen.items()}
+        everyone = meeting.gather(0, {s.name: s for s in self._seen.values() if s.digests})
+        names = sorted({name for part in meeting.gather(0, list(sampled)) for name in part})
+        verdicts = {}
         for index, name in enumerate(meeting.tell("names", names)):
-            judge_rank = index % meeting.size
-            pieces = meeting.gather(judge_rank, _pieces(sampled.get(name)))
-            if pieces and (found := _evidence([p for p in pieces if p is not None])) is not None:
-                evidence[name] = found
-        self._watched = {p: Watched(p, w.seen) for p, w in self._watched.items()}  # frees gradients
-        verdicts = {name: judge(e) for name, e in evidence.items()}
-        verdicts = {n: v for part in meeting.gather(0, verdicts) for n, v in part.items()}
-        report = None
+            pieces = meeting.gather(index % meeting.size, sampled.pop(name, None))
+            if (evidence := _evidence([piece for piece in pieces if piece is not None])) is not None:
+                verdicts[name] = evidence
+        judged = meeting.gather(0, {name: judge(evidence) for name, evidence in verdicts.items()})
+        tables, report = meeting.gather(0, self._table or {}), None
         if meeting.rank == 0:
-            resumed = compare(self._loaded, [t for _, t in tables], self._restored) if self._tables else []
-            classes = [type(o).__name__ for o in self._optimizers]
-            seconds = self._seconds + time.perf_counter() - begin
-            report = conclude(everyone, verdicts, resumed, classes, meeting.missing, self.allow, seconds)
+            found = differences(self._loaded, tables, self._restored)
+            for rank in missing:
+                found["", f"did not come to the comparison within {self.limit:g} s"].append(f"rank {rank}")
+            classes, seconds = [type(o).__name__ for o in self._counts], self._seconds + time.perf_counter() - begin
+            every = {name: verdict for part in judged for name, verdict in part.items()}
+            report = conclude(everyone, every, found, classes, self.allow, seconds)
         self.report = meeting.tell("report", report)
 
 
-def _pieces(w: Watched | None) -> tuple[Any, ...] | None:
-    """A rank's observations of a parameter, for another rank."""
-    if w is None or (dims := held(w.parameter)) is None or w.before is None:
+def _evidence(pieces: list[tuple[list[Tensor], Seen]]) -> Evidence | None:
+    """Whole matrices from the pieces of all ranks; None where a piece is missing.
+
+    Of a stack of matrices, the one with the largest last gradient stands for all. A convolution is one matrix.
+    """
+    if not pieces:
         return None
-    kept = {k: v for k, v in w.start.items() if v.ndim or k == "step"}
-    return dims, tuple(w.parameter.shape), w.before, w.after, w.steps, w.groups, kept, w.seen
-
-
-def _evidence(pieces: list[tuple[Any, ...]]) -> Evidence | None:
-    """Whole matrices from the pieces of all ranks; None where a piece is missing."""
-    _, shape, _, _, steps, groups, start, seen = pieces[0]
-
-    def joined(get: Callable[[tuple[Any, ...]], Tensor]) -> Tensor | None:
-        return whole(shape, [(piece[0], get(piece)) for piece in pieces])
-
-    before, after = joined(lambda x: x[2]), joined(lambda x: x[3])
-    if before is None or after is None:
+    seen = pieces[0][1]
+    keys = [key for key in seen.tensors if all(key in s.tensors for _, s in pieces)]
+    full = {k: whole(seen.shape, [(d, s.tensors[k]) for d, s in pieces]) for k in keys if k != ("start", "step")}
+    tensors = {key: x for key, x in full.items() if x is not None}
+    if len(seen.shape) == 3:
+        last = [x for key, x in tensors.items() if key[0] in ("gradient", "pass")][-1:]
+        index = int(last[0].flatten(1).norm(dim=1).argmax()) if last else 0
+    tensors = {k: x if x.ndim < 3 else x.flatten(1) if x.ndim > 3 else x[index] for k, x in tensors.items()}
+    if ("before",) not in tensors or ("after",) not in tensors:
         return None
-    gradients = list[Gradient]()
-    for i, (gradient, passes) in enumerate(steps):
-        alike = len({len(piece[4][i][1]) for piece in pieces}) == 1
-        parts = [joined(lambda x, i=i, k=k: x[4][i][1][k]) for k in range(len(passes))] if alike else []
-        total = None if gradient is None else joined(lambda x, i=i: x[4][i][0])
-        gradients += _of_step(i, total, [part for part in parts if part is not None])
-    states = {k: v if not v.ndim else joined(lambda x, k=k: x[6][k]) for k, v in start.items()}
-    dtype = getattr(torch, seen.dtype.split(".")[1])
-    states = {k: v for k, v in states.items() if v is not None}
-    return Evidence(before, after, gradients, groups, states, torch.finfo(dtype).eps, seen.shards)
-
-
-def _of_step(step: int, total: Tensor | None, passes: list[Tensor]) -> list[Gradient]:
-    """The gradients of a step's backward passes in the units of the step, or their sum if nothing tells them apart."""
-    if not passes:
-        return [] if total is None else [Gradient(step, total)]
-    if total is None or total.shape != passes[0].shape:
-        return [Gradient(step, part) for part in passes]
-    summed = sum(passes[1:], passes[0])
-    scale = float((summed * total).sum() / (summed * summed).sum().clamp(min=1e-30))
-    alike = float((summed * scale - total).norm()) < 0.15 * float(total.norm())
-    # Otherwise the gradient was changed after backward, as by Newton-Schulz in a hook.
-    return [Gradient(step, part * (scale if alike else 1.0)) for part in passes]
+    gradients = list[tuple[int, Tensor]]()
+    for step in range(len(seen.groups)):
+        total, passes = tensors.get(("gradient", step)), [x for k, x in tensors.items() if k[:2] == ("pass", step)]
+        if total is not None and passes:
+            summed = torch.stack(passes).sum(0)
+            scale = float((summed * total).sum() / (summed * summed).sum().clamp(min=1e-30))
+            # Otherwise the gradient was changed after backward, as by Newton-Schulz in a hook.
+            if float((summed * scale - total).norm()) < 0.15 * float(total.norm()):
+                passes = [x * scale for x in passes]
+        gradients += [(step, x) for x in passes or ([] if total is None else [total])]
+    start = {k[1]: x for k, x in (seen.tensors | tensors).items() if k[0] == "start"}
+    return Evidence(tensors["before",], tensors["after",], gradients, seen, start)
 
 
 @contextmanager
 def watch(*models: nn.Module, steps: int = 4, allow: Iterable[str] = ()) -> Iterator[Audit]:
-    """Audit the steps of all optimizers in the context; `report` of the yielded audit has the findings at its end.
+    """Audit the steps of all optimizers in the context; the yielded audit has a `report` at the end.
 
-    Enter the context before the first backward pass, so that the audit sees every gradient.
-
-    Args:
-        models: trainable modules; by default all modules that exist when an optimizer is made or steps.
-        steps: audited steps of each optimizer.
-        allow: codes of findings that are not counted, each with `:PATTERN` for some names only.
+    Enter the context before the first backward pass. Args: `models`, by default all modules that exist when an optimizer
+    is made or steps; `steps` of each optimizer; `allow`, codes of findings that do not count, each with `:NAMES` or not.
     """
     audit = Audit(steps, allow=allow)
     audit.open(*models)
