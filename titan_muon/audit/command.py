@@ -28,11 +28,13 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--allow: {unknown[0]} is not one of {', '.join(REMEDIES)}")
     audit, code = Audit(options.steps, options.memory * 2**30, options.limit, options.allow), None
     audit.open()
-    sys.argv, run = [options.script, *options.args], runpy.run_module if options.module else runpy.run_path
-    sys.path[0] = "" if options.module else str(Path(options.script).parent)
+    sys.argv, sys.path[0] = [options.script, *options.args], "" if options.module else str(Path(options.script).parent)
     try:
         # The script's objects live on, because threads of DDP may still use them.
-        alive = run(options.script, run_name="__main__", **({"alter_sys": True} if options.module else {}))
+        if options.module:
+            audit.alive = runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            audit.alive = runpy.run_path(options.script, run_name="__main__")
     except SystemExit as done:
         code = done.code
     except BaseException:
@@ -40,4 +42,5 @@ def main(words: Sequence[str] | None = None) -> int:
         raise
     audit.close()
     audit.show(options.json)
-    return int(bool(audit.report.codes)) if code in (None, 0) else code if isinstance(code, int) else 1
+    failed = bool(audit.report is not None and audit.report.codes)
+    return int(failed) if code in (None, 0) else code if isinstance(code, int) else 1

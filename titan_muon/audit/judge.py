@@ -37,7 +37,7 @@ POLAR_EXPRESS: Coefficients = (
 class Seen:
     """A parameter on a rank. `digests` and `groups` have an entry before each step, and `digests` one after the last.
 
-    `shards`: numbers of row and column blocks of the layout on the ranks. `tensors`: pieces, if the parameter is sampled.
+    `shards`: numbers of row and column blocks of the layout on the ranks. `tensors`: pieces of a sampled parameter.
     """
 
     name: str
@@ -306,14 +306,12 @@ def _spectral(update: Tensor, direction: Tensor, split: Split) -> Verdict:
                 curves.setdefault((times, number), []).append(curve[len(s) - len(f) :])
     fits = {key: _regress(torch.cat(found), [torch.cat(parts)]) for key, parts in curves.items()}
     once, twice = (min((fits[key] for key in fits if key[0] == times), key=lambda fit: fit[1]) for times in (1, 2))
-    if twice[1] < min(FITS, once[1] / 3):
-        once, wrong = twice, (("twice", "Newton-Schulz ran twice, or with twice the steps"),)
-    else:
-        wrong = ()
+    again = twice[1] < min(FITS, once[1] / 3)
+    (scale, *_), bent = twice if again else once
+    wrong = (("twice", "Newton-Schulz ran twice, or with twice the steps"),) if again else ()
     # The singular values of other coefficients differ by as much.
-    return Verdict(
-        "muon", math.hypot(math.sqrt(off / max(total, 1e-300)), max(0.0, once[1] - 0.25)), scale=once[0][0], wrong=wrong
-    )
+    error = math.hypot(math.sqrt(off / max(total, 1e-300)), max(0.0, bent - 0.25))
+    return Verdict("muon", error, scale=scale, wrong=wrong)
 
 
 def _regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:

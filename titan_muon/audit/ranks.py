@@ -83,7 +83,7 @@ def differences(paths: Sequence[str], tables: Sequence[Any], restored: bool) -> 
     for path in map(Path, dict.fromkeys(paths)):
         saved = [json.loads(file.read_text()) for file in sorted(path.parent.glob(f"{path.name}.audit.*.json"))]
         found: Found = defaultdict(list)
-        for name, key in dict.fromkeys((name, key) for table in saved for name in table for key in table[name]):
+        for name, key in dict.fromkeys((n, k) for table in saved for n, states in table.items() for k in states):
             if not any(name in table for table in tables) or (key != "weight" and not restored):
                 continue
             then, now = ({e[0]: e[1:] for t in side if (e := t.get(name, {}).get(key))} for side in (saved, tables))
@@ -147,6 +147,6 @@ class Meeting:
         if self.size == 1:
             return value
         if self.rank == 0:
-            self._store.set(key, pickle.dumps(value))
+            self._store.set(key, pickle.dumps(value).hex())
         self._store.wait([key], timedelta(seconds=10 * self.limit))
-        return pickle.loads(self._store.get(key))
+        return pickle.loads(bytes.fromhex(self._store.get(key).decode()))

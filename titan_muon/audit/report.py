@@ -111,14 +111,8 @@ def is_muon(seen: Seen) -> bool:
     return is_hidden(seen) and bool(seen.group.get("use_muon", says))
 
 
-def conclude(
-    everyone: Sequence[Mapping[str, Seen]],
-    verdicts: Mapping[str, Verdict],
-    found: Found,
-    classes: Sequence[str],
-    allow: Sequence[str],
-    seconds: float,
-) -> Report:
+def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
+             classes: Sequence[str], allow: Sequence[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
     used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer}
     seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
@@ -157,16 +151,16 @@ def conclude(
 
 
 def _row(seen: Mapping[str, Seen], name: str, v: Verdict, rules: Mapping[str, str]) -> dict[str, Any]:
-    s, lr = seen[name], float(seen[name].group.get("lr", 0.0)) or 1.0
-    count = sum((role_of(n), o.shape) == (role_of(name), s.shape) for n, o in seen.items())
-    momentum = "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}"
-    scale, blocks = (
-        rules.get(name, f"{v.scale / lr:.3g}"),
-        "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks),
-    )
-    return {"role": role_of(name), "count": count, "shape": "x".join(map(str, s.shape)), "optimizer": s.optimizer or "-",
-            "update": v.kind, "error": f"{v.error:.4f}", "scale": scale, "decay": f"{v.decay / lr:.2g}",
-            "momentum": momentum, "blocks": blocks}  # fmt: skip
+    s = seen[name]
+    lr = float(s.group.get("lr", 0.0)) or 1.0
+    row = {
+        "role": role_of(name),
+        "count": sum((role_of(n), o.shape) == (role_of(name), s.shape) for n, o in seen.items()),
+    }
+    row |= {"shape": "x".join(map(str, s.shape)), "optimizer": s.optimizer or "-", "update": v.kind}
+    row |= {"error": f"{v.error:.4f}", "scale": rules.get(name, f"{v.scale / lr:.3g}"), "decay": f"{v.decay / lr:.2g}"}
+    row["momentum"] = "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}"
+    return row | {"blocks": "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks)}
 
 
 def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
@@ -230,7 +224,7 @@ def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Foun
             rows, cols = s.shape[::-1] if s.module == "Conv1D" else s.shape
             groups[s.optimizer, s.number][name] = rows, cols, v.scale / float(s.group["lr"])
     for members in groups.values():
-        wrong = [("exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
+        wrong: list[Any] = [("exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
         for r, c in seen[next(iter(members))].shards:
             wrong += [(f"a shard of {r * c}", lambda m, n, r=r, c=c, f=f: f(m / r, n / c)) for f in RULES.values()]
         right, bad = (

@@ -36,6 +36,7 @@ class Audit:
     def __init__(self, steps: int = 4, memory: float = 2**31, limit: float = 60.0, allow: Iterable[str] = ()) -> None:
         self.steps, self.limit, self.allow, self._room = steps, limit, tuple(allow), memory
         self.report: Report | None = None
+        self.alive: object = None
         self._meeting: Meeting | None = None
         self._outer: Optimizer | None = None
         self._table: dict[str, Any] | None = None
@@ -75,14 +76,17 @@ class Audit:
             if isinstance(place, str | Path):
                 use(str(place).rstrip("/"))
 
-    def _survey(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
+    def _survey(self, modules: Iterable[nn.Module], before: Iterable[Tensor] = ()) -> None:
+        """Watch the parameters of modules, first those of `before`, so that an older model takes no name of theirs."""
+        modules, rows, early = list(modules), [], set(before)
         inner = {child for module in modules for child in module.children()}
         for root in (module for module in modules if module not in inner):
             for prefix, module in root.named_modules():
                 for name, p in module.named_parameters(recurse=False):
                     full = WRAPPERS.sub("", f".{prefix}.{name}").strip(".")
-                    self._watch(p, full, type(module).__name__, type(root).__name__ == "DistributedDataParallel")
+                    rows.append((p, full, type(module).__name__, type(root).__name__ == "DistributedDataParallel"))
+        for row in sorted(rows, key=lambda row: row[0] not in early):
+            self._watch(*row)
 
     def _watch(self, p: Tensor, name: str, module: str = "", replicated: bool = False) -> None:
         if p in self._seen or not p.requires_grad:
@@ -121,8 +125,9 @@ class Audit:
     def _adopt(self, optimizer: Optimizer) -> None:
         if self._counts.setdefault(optimizer, 0) == 0:
             groups = optimizer.param_groups
-            if any(p not in self._seen for group in groups for p in group["params"]):
-                self._survey(o for o in gc.get_objects() if issubclass(type(o), nn.Module))
+            params = [p for group in groups for p in group["params"]]
+            if any(p not in self._seen for p in params):
+                self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
             for number, group in enumerate(groups):
                 names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
                 for name, p in zip(names, group["params"], strict=True):
@@ -155,7 +160,7 @@ class Audit:
     def _of(self, optimizer: Optimizer) -> list[tuple[int, Mapping[str, Any], Tensor]]:
         """The optimizer's parameters with their groups. The first optimizer also has those of no optimizer, as -1."""
         groups = optimizer.param_groups
-        mine = [(i, g, p) for i, g in enumerate(groups) for p in g["params"] if p in self._seen]
+        mine: list[Any] = [(i, g, p) for i, g in enumerate(groups) for p in g["params"] if p in self._seen]
         if optimizer is next(o for o, count in self._counts.items() if count):
             taken = {p for o in self._counts for group in o.param_groups for p in group["params"]}
             mine += [(-1, groups[0], p) for p in self._seen if p not in taken]
@@ -294,8 +299,8 @@ def _evidence(pieces: list[tuple[list[Tensor], Seen]]) -> Evidence | None:
 def watch(*models: nn.Module, steps: int = 4, allow: Iterable[str] = ()) -> Iterator[Audit]:
     """Audit the steps of all optimizers in the context; the yielded audit has a `report` at the end.
 
-    Enter the context before the first backward pass. Args: `models`, by default all modules that exist when an optimizer
-    is made or steps; `steps` of each optimizer; `allow`, codes of findings that do not count, each with `:NAMES` or not.
+    Enter it before the first backward pass. Args: `models`, by default all modules once an optimizer is made; `steps`
+    of each optimizer; `allow`, codes of findings that do not count, each with `:NAMES` or not.
     """
     audit = Audit(steps, allow=allow)
     audit.open(*models)
