@@ -83,9 +83,10 @@ class Report:
         }
         rows = [dict(zip(sizes, sizes, strict=True)) | {"blocks": "blocks"}, *self.table] if self.table else []
         lines = ["".join(str(row[k])[: n - 1].ljust(n) for k, n in sizes.items()) + row["blocks"] for row in rows]
+        count = sum(not f.allowed for f in self.findings)
         lines += [f"undecided: {names}: {reason}" for names, reason in self.undecided]
         return "\n".join(
-            [*lines, *map(str, self.findings), f"{len(self.codes)} kinds of findings in {self.seconds:.1f} s"]
+            [*lines, *map(str, self.findings), f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"]
         )
 
 
@@ -132,8 +133,11 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
     rules = _scales(seen, judged, found)
 
     def names_of(names: Sequence[str]) -> str:
-        roles = {role: [n for n in seen if role_of(n) == role] for role in dict.fromkeys(map(role_of, names))}
-        listed = [f"{role} ({len(all_)})" if len(all_) > 1 else (all_ or [role])[0] for role, all_ in roles.items()]
+        roles = {
+            role: [n for n in seen if role_of(n) == role]
+            for role in dict.fromkeys(role_of(n) for n in [*seen, *names] if n in names)
+        }
+        listed = [f"{role} ({len(all_)})" if len(all_) > 1 else (all_ or names)[0] for role, all_ in roles.items()]
         return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
 
     def allowed(code: str, names: Sequence[str]) -> bool:
