@@ -226,7 +226,7 @@ def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Foun
             and len(s.shape) == 2
         ):
             rows, cols = s.shape[::-1] if s.module == "Conv1D" else s.shape
-            groups[s.optimizer, s.number][name] = rows, cols, v.scale / float(s.group["lr"])
+            groups[s.optimizer, s.number][name] = rows, cols, v.scale / (float(s.group.get("lr", 0.0)) or 1.0)
     for members in groups.values():
         wrong: list[Any] = [("exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
         for r, c in seen[next(iter(members))].shards:

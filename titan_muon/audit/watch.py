@@ -127,6 +127,7 @@ class Audit:
             groups = optimizer.param_groups
             params = [p for group in groups for p in group["params"]]
             if any(p not in self._seen for p in params):
+                gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
                 self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
             for number, group in enumerate(groups):
                 names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
@@ -136,11 +137,16 @@ class Audit:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if self._outer not in (None, optimizer):
+            # Of an optimizer made of optimizers, the inner ones have states and current hyperparameters.
+            for number, group in enumerate(optimizer.param_groups):
+                for p in group["params"]:
+                    if p in self._seen and self._seen[p].groups and self._counts[self._outer] <= self.steps:
+                        self._describe(p, optimizer, number, group)
             return
         self._outer, begin = optimizer, time.perf_counter()
         self._adopt(optimizer)
         # A step without a rate only makes states, as in torch.distributed's get_optimizer_state_dict.
-        if any(float(group["lr"]) for group in optimizer.param_groups):
+        if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
             self._meeting = self._meeting or Meeting(self.limit)
             if self._table is None and self._loaded:
                 self._table = self._digests()
@@ -171,7 +177,6 @@ class Audit:
         seen = self._seen[p]
         if (dims := held(p)) is None:
             return
-        seen.optimizer, seen.number = type(optimizer).__name__ if number >= 0 else "", number
         seen.place, value, _, _ = digest(p, dims)
         seen.digests.append(value)
         seen.gradient |= seen.passes > 0 or (p.grad is not None and bool(local(p.grad).any()))
@@ -181,15 +186,22 @@ class Audit:
         elif self._meeting is not None and self._meeting.size > 1:
             seen.shards = ((self._meeting.size, 1), (1, self._meeting.size))
         if seen.sampled:
-            for key, state in optimizer.state.get(p, {}).items() if not seen.groups else ():
-                if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
-                    seen.tensors["start", key] = local(state).float().clone()
             if p.grad is not None and not p.grad.is_sparse:
                 seen.tensors["gradient", len(seen.groups)] = local(p.grad).float().clone()
             seen.tensors["before",] = local(p).clone()
-        values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-        seen.groups.append({k: v for k, v in values.items() if k not in ("params", "param_names")})
+        seen.groups.append({})
         seen.passes = 0
+        self._describe(p, optimizer, number, group)
+
+    def _describe(self, p: Tensor, optimizer: Optimizer, number: int, group: Mapping[str, Any]) -> None:
+        """Record the hyperparameters of a step, and the states before the first one."""
+        seen = self._seen[p]
+        seen.optimizer, seen.number = type(optimizer).__name__ if number >= 0 else "", number
+        values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
+        for key, state in optimizer.state.get(p, {}).items() if seen.sampled and len(seen.groups) == 1 else ():
+            if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
+                seen.tensors["start", key] = local(state).float().clone()
 
     def _capture(self, p: Tensor) -> None:
         """Record a parameter before the first step that is not audited: the next forward may have updated it."""
