@@ -1,4 +1,4 @@
-"""The command `titan-muon`: train, plan, compare, sweep, sample, evaluate and export, in a checkout or installed."""
+"""The command `titan-muon`: train, plan, compare, sweep, sample, evaluate, export and audit, installed or not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
        titan-muon evaluate RUN [--step N]
        titan-muon export RUN FOLDER [--step N] [--dtype D] [--drop-expert-bias]
+       titan-muon audit [--steps N] [--json FILE] [--allow CODE] SCRIPT [ARGUMENT ...]
        titan-muon recipes
 
 RECIPE is a TOML file, or the name of a recipe of this package. CONFIG_JSON is the config.json of a Hugging Face model,
@@ -45,8 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = "\n".join(sorted(path.stem for path in (shipped() / "configs").glob("*.toml")))
         print({"--version": __version__, "recipes": names}.get(verb, USAGE))
         return 0
+    if verb == "audit":
+        from .audit.command import main as audit
+
+        return audit(words)
     if verb not in SCRIPTS:
-        print(f"titan-muon: {verb!r} is no command; choose from {', '.join(SCRIPTS)}, recipes", file=sys.stderr)
+        print(f"titan-muon: {verb!r} is no command; choose from {', '.join(SCRIPTS)}, audit, recipes", file=sys.stderr)
         return 2
     of_config = verb == "plan" and bool(words) and not words[0].startswith("-")
     needed, extra = (("transformers",), "transformers") if of_config else (NEEDED, "'titan-muon[titan]'")

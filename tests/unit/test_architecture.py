@@ -79,6 +79,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "tensors": (PLAN, *ARITHMETIC),
     "options": (PLAN, "titan_muon.ranges", *ARITHMETIC),
     "comm": (PLAN, "titan_muon.comm", "titan_muon.tensors"),
+    "audit": ("titan_muon.audit",),
 }
 """The only imports from this package, by part of the library."""
 FORBIDDEN: Mapping[str, tuple[str, ...]] = {
@@ -171,13 +172,18 @@ def on_distributed(value: ast.expr) -> bool:
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_only_two_folders_call_collectives(path: Path) -> None:
-    if part(path) in ("comm", "owned", "clip"):
+def test_only_three_folders_call_collectives(path: Path) -> None:
+    if part(path) in ("comm", "owned", "clip", "audit"):
         return
     assert list(called(path, COLLECTIVES)) == []
     methods = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute) and node.attr in REDISTRIBUTING)
     assert [ast.unparse(node) for node in methods] == []
     assert not any("_functional_collectives" in module for module in imports(path))
+
+
+def test_only_the_command_imports_the_audit() -> None:
+    importing = [name(path) for path in OURS if any(within(module, "titan_muon.audit") for module in imports(path))]
+    assert [file for file in importing if not file.startswith("titan_muon/audit/")] == ["titan_muon/command.py"]
 
 
 def imported_files(path: Path) -> set[Path]:

@@ -1,0 +1,46 @@
+"""The command `titan-muon audit`: runs a training script unchanged and says what its optimizer steps did."""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .report import REMEDIES, Report
+from .watch import Audit
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a script under an audit. Returns the script's exit code, or 1 with findings."""
+    parser = argparse.ArgumentParser("titan-muon audit", description=__doc__.partition(":")[2])
+    parser.add_argument("--steps", type=int, default=4, help="audited steps of each optimizer, at least 2 (4)")
+    parser.add_argument("--memory", type=float, default=2.0, help="GiB of gradients that a rank may keep (2)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a rank waits for the others (60)")
+    parser.add_argument("--json", type=Path, help="file for findings and table")
+    parser.add_argument("--allow", action="append", default=[], metavar="CODE[:NAMES]", help="do not count findings")
+    parser.add_argument("-m", action="store_true", dest="module", help="the script is a module")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    if options.steps < 2:
+        parser.error("--steps: momentum shows in at least 2 steps")
+    if unknown := [code for a in options.allow if (code := a.partition(":")[0]) not in REMEDIES]:
+        parser.error(f"--allow: {unknown[0]} is not one of {', '.join(REMEDIES)}")
+    audit, code = Audit(options.steps, options.memory * 2**30, options.limit, options.allow), None
+    audit.open()
+    sys.argv, sys.path[0] = [options.script, *options.args], "" if options.module else str(Path(options.script).parent)
+    try:
+        # The script's objects live on, because threads of DDP may still use them.
+        if options.module:
+            audit.alive = runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            audit.alive = runpy.run_path(options.script, run_name="__main__")
+    except SystemExit as done:
+        code = done.code
+    except BaseException:
+        audit.report = Report()
+        raise
+    audit.close()
+    audit.show(options.json)
+    failed = bool(audit.report is not None and audit.report.codes)
+    return int(failed) if code in (None, 0) else code if isinstance(code, int) else 1
