@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +44,8 @@ CPU_ROWS: dict[str, tuple[tuple[str, ...], set[Any], tuple[str, ...]]] = {
     ),
     "peers, 128 experts": (("measured", "contender"), {(kind, name) for name in CONTENDERS
                                                       for kind in ("error of one update", "build", "step")}, ()),
-    "capture": (("measured",), set(), ()),
 }  # fmt: skip
-SLOW_ROWS = {"parity": "row", "muon, 2e-3": "val_loss"}
+SLOW_ROWS = {"parity": "row", "torch.optim.Muon, 2e-3": "val_loss"}
 
 
 @pytest.fixture
@@ -173,11 +173,13 @@ def test_the_page_is_of_its_data_and_takes_measured_rows_alone(rows: Rows, tmp_p
     assert (tmp_path / page.PICTURE).exists()
 
 
-def test_every_training_is_a_valid_recipe() -> None:
+def test_every_training_is_a_valid_recipe(tmp_path: Path) -> None:
     import models  # noqa: F401 (registers the families)
-    from benchmarks.gpu.__main__ import TINY, WAYS
+    from benchmarks.gpu.__main__ import CORPUS, TINY, WAYS, recipe_of
     from titan_muon.titan.recipe import load
 
-    for _, config, *words in WAYS.values():
-        assert load(ROOT / config, words).training.steps * 65_536 == pytest.approx(2e7, rel=0.01)
-        assert load(ROOT / config, [*words, *TINY]).training.steps == 4
+    assert glob(CORPUS, recursive=True)
+    for way in WAYS:
+        recipe = recipe_of(tmp_path, "1e-3", way)
+        assert load(recipe, []).training.steps * 65_536 == pytest.approx(2e7, rel=0.01)
+        assert load(recipe, TINY).training.steps == 4
