@@ -129,7 +129,7 @@ def recipe_of(folder: Path, rate: str, way: str) -> Path:
 
 CALLS: Mapping[int, tuple[Part, ...]] = {
     1: (
-        Part("calibrate", 60, "benchmarks.one_gpu.launches.calibrate"),
+        Part("launches", 60, "benchmarks.one_gpu.launches.calibrate"),
         Part("rank qwen3_8b", 90, RANK, ("qwen3_8b",)),
         Part("rank qwen3_30b_a3b", 110, RANK, ("qwen3_30b_a3b",)),
         Part("rank kimi_k2", 200, RANK, ("kimi_k2",)),
