@@ -11,7 +11,7 @@
 # make lm-eval  exports to Hugging Face, and lm-eval on one, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     CALL=1, 2, 3 or 4: what is measured on one GPU, at most 8 minutes each; DEVICE=cpu rehearses it
-# make gpu-wheels  packages and a corpus for make gpu on a machine without a network, in .cache/wheels
+# make gpu-wheels  packages for make gpu on a machine without a network, in .cache/wheels
 # make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
 # make wheel   the wheel in .cache/wheel, installed in an environment of its own, where it plans and trains outside of the checkout
 # make site    README and docs as a searchable site in site/; a dead link fails
@@ -164,12 +164,11 @@ gpu:
 	$(PYTHON_GPU) -m benchmarks.gpu --call $(CALL) --device $(DEVICE) $(ARGS)
 
 # dion is on no index: put a copy of its repository into .cache/wheels/dion.
-gpu-wheels: venv
+gpu-wheels:
 	rm -f $(WHEELS)/*.whl
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(WHEEL_PYTHON) \
 		$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
 		--dest $(WHEELS) $$(grep -E '^($(WHEEL_NAMES))==' constraints.txt) $(PEERS)
-	$(BIN)/python -m benchmarks.gpu --corpus
 	du -sh $(WHEELS)/*
 
 kernels: venv

@@ -92,22 +92,6 @@ def one_process(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Milliseconds of a call: of the host until it returns, between two events of the device, and until both end.
-
-    On the CPU the three are one.
-    """
-
-    host: float
-    device: float
-    wall: float
-
-    def columns(self, prefix: str = "") -> dict[str, float]:
-        """Columns of a row."""
-        return {f"{prefix}device ms": self.device, f"{prefix}host ms": self.host, f"{prefix}wall ms": self.wall}
-
-
-@dataclass(frozen=True)
 class Clock:
     """Times of calls on a device."""
 
@@ -123,17 +107,21 @@ class Clock:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
-    def once(self, run: Callable[[], object]) -> Times:
-        """Times of a call on an idle device."""
+    def once(self, run: Callable[[], object]) -> dict[str, float]:
+        """Milliseconds of a call on an idle device: of the host until it returns, between two events, until both end.
+
+        On the CPU the three are one.
+        """
         self.wait()
         begin = time.perf_counter()
         if not self.is_gpu:
             run()
-            return Times(*[1e3 * (time.perf_counter() - begin)] * 3)
+            return dict.fromkeys(("device ms", "host ms", "wall ms"), 1e3 * (time.perf_counter() - begin))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
         host = time.perf_counter() - begin
         self.wait()
-        return Times(1e3 * host, start.elapsed_time(end), 1e3 * (time.perf_counter() - begin))
+        wall = time.perf_counter() - begin
+        return {"device ms": start.elapsed_time(end), "host ms": 1e3 * host, "wall ms": 1e3 * wall}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import json
 import os
 import platform
 import signal
@@ -22,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +35,30 @@ SECONDS = 440
 LEAST_SECONDS = 5
 """Shortest rest of a call in which a part starts."""
 TRAVELLING = ROOT / ".cache/wheels"
-"""Wheels, the folder `dion` and `corpus.jsonl`, as `make gpu-wheels` collects them."""
+"""Wheels, as `make gpu-wheels` collects them, and the folder `dion`."""
 PACKAGES = ("torchtitan", "triton", "gram-newton-schulz", "quack-kernels", "emerging-optimizers")
 PARITY_RANKS, PARITY_SECONDS, REHEARSED_ROWS = 4, 20.0, 8
 RATES = ("2e-3", "1e-3", "4e-3")
 """Learning rates of the trainings, the likeliest best one first, because time may run out."""
-CONFIG = "benchmarks/gpu/llama_42m.toml"
+CONFIG = ROOT / "benchmarks/gpu/llama_42m.toml"
 RANK, PEERS = "benchmarks.one_gpu.one_rank.measure", "benchmarks.gpu.peers.compare"
 TRAIN = "benchmarks.gpu.__main__.train"
-WAYS: Mapping[str, tuple[str, ...]] = {
-    "muon": ("--config", CONFIG),
-    "adamw": ("--config", CONFIG.replace(".toml", "_adamw.toml")),
-    # Equal bits, which tests/parity shows.
-    "torch.optim.Muon's arithmetic": ("--config", CONFIG, "--muon.expert.orthogonalize", "reference"),
+KEPT = ("step", "tokens", "seconds", "loss", "val_loss", "tokens_per_second", "memory_gib", "time")
+"""Columns of a record of train.py."""
+CORPUS = str(Path(torch.__file__).parent / "**/*.py")
+"""45 MB of text that each machine with PyTorch has."""
+RULE = '[[optimizer.rule]]\nmatch = "{}"\noptimizer = "{}"\n'
+TORCH_MUON = 'options = { lr = RATE, adjust_lr_fn = "match_rms_adamw" }\n'
+ADAMW = RULE.format("*", "adamw")
+MATRICES = ("layers.*.attention.*.weight", "layers.*.feed_forward.*.weight")
+WAYS: Mapping[str, str] = {
+    "muon": "",
+    "adamw": ADAMW,
+    "torch.optim.Muon": 'imports = ["benchmarks.one_gpu.torch_muon"]\n'
+    + "".join(RULE.format(name, "torch_muon") + TORCH_MUON for name in MATRICES)
+    + ADAMW,
 }
+"""What a training adds to the recipe, with its rate."""
 TINY = ("--model.flavor", "tiny_64", "--data.tokenizer", "bytes", "--data.vocab_size", "2048", "--training.steps", "4",
         "--training.seq_len", "64", "--training.global_batch_size", "4", "--training.local_batch_size", "4",
         "--validator.freq", "2", "--validator.steps", "1", "--compile.enable", "false")  # fmt: skip
@@ -94,27 +103,33 @@ def parity(rows: Rows, device: torch.device) -> None:
 def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
     """A training by train.py. Its records become rows as it writes them."""
     with tempfile.TemporaryDirectory() as folder:
-        corpus = TRAVELLING / "corpus.jsonl"
-        files = ("--data.files", str(corpus)) if corpus.exists() and device.type == "cuda" else ()
-        words = ("--dump_folder", folder, "--muon.lr", rate, "--adamw.lr", rate, *files)
-        tiny = TINY if device.type == "cpu" else ()
-        process = subprocess.Popen([sys.executable, "train.py", *WAYS[way], *words, *tiny], cwd=ROOT)
+        recipe = recipe_of(Path(folder), rate, way)
+        files = TINY if device.type == "cpu" else ("--data.source", "files", "--data.files", CORPUS)
+        words = ("--config", str(recipe), "--dump_folder", folder, *files)
+        process = subprocess.Popen([sys.executable, "train.py", *words], cwd=ROOT)
         written, is_running = 0, True
         while is_running:
             is_running = process.poll() is None
             records = [record for file in Path(folder).glob("*/*/metrics.jsonl") for record in read_rows(file)]
             for record in records[written:]:
-                keys = ("step", "tokens", "seconds", "loss", "val_loss", "tokens_per_second", "memory_gib", "time")
-                rows.write(optimizer=way, lr=float(rate), **{key: record[key] for key in keys if key in record})
+                rows.write(optimizer=way, lr=float(rate), **{key: record[key] for key in KEPT if key in record})
             written = len(records)
             time.sleep(0.5)
         if process.returncode:
             raise RuntimeError(f"train.py ended with {process.returncode}")
 
 
+def recipe_of(folder: Path, rate: str, way: str) -> Path:
+    """Write the recipe of a training into a folder."""
+    rates = f"[muon]\nlr = {rate}\n[adamw]\nlr = {rate}\n"
+    recipe = folder / "recipe.toml"
+    recipe.write_text(f'base = "{CONFIG}"\n{WAYS[way].replace("RATE", rate)}{rates}', encoding="utf-8")
+    return recipe
+
+
 CALLS: Mapping[int, tuple[Part, ...]] = {
     1: (
-        Part("calibrate", 60, "benchmarks.gpu.calibrate.calibrate"),
+        Part("launches", 60, "benchmarks.one_gpu.launches.calibrate"),
         Part("rank qwen3_8b", 90, RANK, ("qwen3_8b",)),
         Part("rank qwen3_30b_a3b", 110, RANK, ("qwen3_30b_a3b",)),
         Part("rank kimi_k2", 200, RANK, ("kimi_k2",)),
@@ -123,22 +138,15 @@ CALLS: Mapping[int, tuple[Part, ...]] = {
         Part("peers, Qwen3-1.7B", 290, PEERS, ("Qwen3-1.7B",)),
         Part("peers, 128 experts", 150, PEERS, ("128 experts",)),
     ),
-    3: (
-        Part("parity", 90, "benchmarks.gpu.__main__.parity"),
-        Part("capture", 120, "benchmarks.gpu.peers.capture"),
-    ),
+    3: (Part("parity", 300, "benchmarks.gpu.__main__.parity"),),
     4: tuple(Part(f"{way}, {rate}", 120, TRAIN, (rate, way)) for rate in RATES for way in WAYS),
 }
 
 
 def environment(device: str) -> dict[str, Any]:
     """Date, GPU, driver, versions and commit of a call."""
-    packages: dict[str, str] = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "none"
+    found = {item.name: item.version for item in distributions()}
+    packages = {name: found.get(name, "none") for name in PACKAGES}
     gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else "none"
     changed = "+changes" if output("git", "status", "--porcelain", "--untracked-files=no") else ""
@@ -189,22 +197,13 @@ def run_call(rows: Rows, options: argparse.Namespace) -> int:
             if most < LEAST_SECONDS:
                 rows.write(part=part.name, error="no time left in this call")
                 continue
-            words = ("--call", str(options.call), "--part", part.name, "--device", options.device)
-            command = (
-                sys.executable,
-                "-m",
-                "benchmarks.gpu",
-                *words,
-                "--out",
-                str(options.out),
-                "--seconds",
-                str(most),
-            )
+            words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --seconds {most}".split()
+            command = (sys.executable, *words, "--part", part.name, "--out", str(options.out))
             log, begin = Path(work) / "log", time.monotonic()
             # A part ends by itself where it can, with the rows that it has.
             code = run_within(most + 5, command, log, ROOT, variables)
             problem = (
-                {"error": f"did not end in {most} s" if code is None else f"exit code {code}"} if code != 0 else {}
+                {} if code == 0 else {"error": f"did not end in {most} s" if code is None else f"exit code {code}"}
             )
             told = {"log": log.read_text(encoding="utf-8", errors="replace")[-1500:]} if problem else {}
             failed = failed or bool(problem)
@@ -217,30 +216,9 @@ def run_part(rows: Rows, options: argparse.Namespace) -> int:
     # PR_SET_PDEATHSIG: a parent that is killed cannot end its children.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     part = next(part for part in CALLS[options.call] if part.name == options.part)
-    begin = time.monotonic()
-    part.run(
-        replace(rows, common={**rows.common, "part": part.name}, end=begin + options.seconds),
-        torch.device(options.device),
-    )
+    common, end = {**rows.common, "part": part.name}, time.monotonic() + options.seconds
+    part.run(replace(rows, common=common, end=end), torch.device(options.device))
     return 0
-
-
-def write_corpus(most: int = 50_000_000) -> None:
-    """Write the text of this environment's packages, each file once, as the corpus that travels."""
-    import hashlib
-    import site
-
-    seen: set[bytes] = set()
-    files = (file for folder in site.getsitepackages() for file in Path(folder).rglob("*.py"))
-    TRAVELLING.mkdir(parents=True, exist_ok=True)
-    with (TRAVELLING / "corpus.jsonl").open("w", encoding="utf-8") as corpus:
-        # By a hash, so that a part of the files has all packages.
-        for file in sorted(files, key=lambda file: hashlib.md5("/".join(file.parts[-2:]).encode()).digest()):
-            text = file.read_text(encoding="utf-8", errors="ignore")
-            key = hashlib.md5(text.encode()).digest()
-            if 200 <= len(text) <= 500_000 and key not in seen and corpus.tell() + len(text) < most:
-                corpus.write(json.dumps({"text": text}) + "\n")
-                seen.add(key)
 
 
 def main(words: Sequence[str]) -> int:
@@ -252,15 +230,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of a call")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build/gpu"))
     parser.add_argument("--page", type=Path, nargs="*", help="files of rows to add to docs/results")
-    parser.add_argument("--corpus", action="store_true", help="collect the corpus that travels, at most 50 MB")
     options = parser.parse_args(words)
     if options.page is not None:
         from benchmarks.gpu.page import publish
 
         publish(options.page)
-        return 0
-    if options.corpus:
-        write_corpus()
         return 0
     try:
         if options.call is None:

@@ -1,4 +1,4 @@
-"""Steps of Muons in one process, in rotation, on plain tensors; and a captured step beside an eager one.
+"""Steps of Muons in one process, in rotation, on plain tensors.
 
 All contenders share weights and gradients and have a state of their own. Each gets five steps of Keller Jordan's
 coefficients, as far as it can be told so; the column `coefficients` says which it has.
@@ -38,7 +38,6 @@ WIPED = {"cuda": 2**30, "cpu": 2**20}
 FIVE, DION = "keller_jordan", "you_jiacheng"
 """Coefficients of five steps. dion's Newton-Schulz without Polar Express has others."""
 LR, DECAY = HYPERPARAMETERS["lr"], HYPERPARAMETERS["weight_decay"]
-CAPTURED_STEPS = 20
 Parameters = dict[str, nn.Parameter]
 Step = Callable[[], object]
 
@@ -115,7 +114,6 @@ CONTENDERS: Mapping[str, Contender] = {
     "ours": Contender(_ours),
     "ours, reference": Contender(partial(_ours, orthogonalize="reference")),
     "ours, fused": Contender(partial(_ours, fused=True)),
-    "ours, cuda_graph": Contender(partial(_ours, cuda_graph=True)),
     "gram-newton-schulz": Contender(partial(_gram, kernels=True)),
     "gram-newton-schulz without its kernels": Contender(partial(_gram, kernels=False)),
     "dion": Contender(_dion, DION),
@@ -162,7 +160,8 @@ def compare(workload: str, rows: Rows, device: torch.device) -> None:
                     wiped.zero_()
                     cold = clock.once(ready[name])
                     hot = clock.once(ready[name])
-                    rows.write(contender=name, measured="step", turn=turn, **cold.columns("cold "), **hot.columns())
+                    columns = {f"cold {key}": value for key, value in cold.items()}
+                    rows.write(contender=name, measured="step", turn=turn, **columns, **hot)
 
 
 def write_errors(
@@ -213,38 +212,5 @@ def add(ready: dict[str, Step], params: Parameters, rows: Rows, device: torch.de
                 clock.once(step)
                 memory = {"held GiB": (own - held) / 2**30,
                           "temporary GiB": (torch.cuda.max_memory_allocated() - own) / 2**30}  # fmt: skip
-            rows.write(contender=name, measured="build", **first.columns("first "), **memory)
+            rows.write(contender=name, measured="build", **{f"first {key}": ms for key, ms in first.items()}, **memory)
             ready[name] = step
-
-
-def capture(rows: Rows, device: torch.device) -> None:
-    """Bits of a captured step beside an eager one for some steps with a changing rate; milliseconds of the host."""
-    shapes = MATRICES[device.type]["128 experts"]
-    with one_process(device), rows.faults(measured="capture"):
-        clock = Clock(device)
-        pairs = []
-        for options in ({}, {"cuda_graph": True}):
-            params = parameters(shapes, device)
-            muon = Muon(list(params.items()), expert=Expert(**options), **HYPERPARAMETERS)  # type: ignore[arg-type]
-            pairs.append((params, muon.build()))
-        for number in range(CAPTURED_STEPS):
-            times = []
-            for params, muon in pairs:
-                for group in muon.param_groups:
-                    group["lr"] = LR / (number + 1)
-                torch.manual_seed(number)
-                for param in params.values():
-                    param.grad = torch.randn(param.shape, device=device)
-                times.append(clock.once(muon.step))
-            weights = zip(pairs[0][0].values(), pairs[1][0].values(), strict=True)
-            equal = all(torch.equal(eager, captured) for eager, captured in weights)
-            rows.write(
-                measured="capture",
-                step=number,
-                equal=equal,
-                **times[0].columns("eager "),
-                **times[1].columns("captured "),
-            )
-        for _, muon in pairs:
-            muon.close()
-        rows.write(measured="capture", closed=True)

@@ -214,7 +214,7 @@ class Rank:
         for number in range(repeats):
             self.set_gradients(number, new=new)
             times.append(self.clock.once(step))
-        columns = {name: median(item.columns()[name] for item in times) for name in times[0].columns()}
+        columns: dict[str, Any] = {name: median(item[name] for item in times) for name in times[0]}
         columns.update(memory.figures(repeats))
         try:
             trace = traced(step, self.clock)
@@ -379,4 +379,4 @@ def measure(name: str, rows: Rows, device: torch.device) -> None:
             adamw = Rank(world, device).adamw()
             for _ in range(3):
                 adamw.step()
-            rows.write(**common, step="AdamW of the rest", **clock.once(adamw.step).columns())
+            rows.write(**common, step="AdamW of the rest", **clock.once(adamw.step))

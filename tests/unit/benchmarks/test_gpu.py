@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from glob import glob
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ LAUNCHES = {
 CONTENDERS = {"torch.optim.Muon", "ours", "ours, reference", "DistMuon", "AdamW, fused"}
 CPU_ROWS: dict[str, tuple[tuple[str, ...], set[Any], tuple[str, ...]]] = {
     # By part: columns that name a row, rows that have no error on the CPU, and columns of each.
-    "calibrate": (("measured",), {*((name,) for name in LAUNCHES), ("rates",)}, ()),
+    "launches": (("measured",), {*((name,) for name in LAUNCHES), ("rates",)}, ()),
     "rank qwen3_8b": (
         ("step", "skippable", "gradients"),
         {
@@ -43,9 +44,33 @@ CPU_ROWS: dict[str, tuple[tuple[str, ...], set[Any], tuple[str, ...]]] = {
     ),
     "peers, 128 experts": (("measured", "contender"), {(kind, name) for name in CONTENDERS
                                                       for kind in ("error of one update", "build", "step")}, ()),
-    "capture": (("measured",), set(), ()),
 }  # fmt: skip
-SLOW_ROWS = {"parity": "row", "muon, 2e-3": "val_loss"}
+PEERS = {
+    # Module and signatures of what call 2 takes of it: 0.1.6, the repository on 2026-08-07, and 0.3.0.
+    "gram_newton_schulz": {
+        "Muon": "params, lr, weight_decay, momentum, nesterov=True, adjust_lr='rms_norm', ns_coefficients=None, "
+        "ns_coefficients_preset=None, ns_algorithm='gram_newton_schulz', ns_epsilon=1e-7, ns_use_kernels=True, "
+        "ns_max_batch_size=None, gram_newton_schulz_num_restarts=1, gram_newton_schulz_restart_iterations=None, "
+        "scalar_optimizer=None"
+    },
+    "dion": {
+        "Muon": "params, distributed_mesh=None, lr=0.01, mu=0.95, betas=(0.9, 0.95), weight_decay=0.01, "
+        "cautious_wd=False, epsilon=1e-8, nesterov=False, adjust_lr='spectral_norm', flatten=False, "
+        "use_gram_newton_schulz=False, use_triton=False, use_polar_express=True, newton_schulz_func=None",
+        "CudaGraphOptimizer": "optimizer, warmup_steps=10, capture_error_mode='thread_local'",
+    },
+    "emerging_optimizers.orthogonalized_optimizers": {
+        "Muon": "params, lr=3e-4, momentum=0.95, weight_decay=0.01, *, nesterov=False, "
+        "weight_decay_method='decoupled', fp32_matmul_prec='medium', coefficient_type='quintic', num_ns_steps=5, scale_mode='spectral', "
+        "extra_scale_factor=1.0, use_syrk=False"
+    },
+}
+BUILT = {
+    "gram": ("gram_newton_schulz", 2),
+    "dion": ("dion", 3),
+    "Emerging": ("emerging_optimizers.orthogonalized_optimizers", 1),
+}
+SLOW_ROWS = {"parity": "row", "torch.optim.Muon, 2e-3": "val_loss"}
 
 
 @pytest.fixture
@@ -68,6 +93,24 @@ def test_a_part_writes_its_rows_on_the_cpu(name: str, rows: Rows, monkeypatch: p
     assert all(row["error"] for row in written if "error" in row)
     assert not name.startswith("peers") or {row["contender"] for row in written} == set(kept)
     assert "| --- |" in page.page(written, {})
+
+
+@pytest.mark.parametrize("peer", BUILT)
+def test_the_peers_get_arguments_that_their_released_versions_take(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages need a GPU, a newer Python, or are on no index."""
+    module, number = BUILT[peer]
+    for name in (module, "quack", "dion.cuda_graph", "emerging_optimizers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["quack"].gemm_interface = None  # type: ignore[attr-defined]
+    built: list[Any] = []
+    for name, signature in PEERS[module].items():
+        scope: dict[str, Any] = {"built": built}
+        exec(f"class {name}:\n def __init__(self, {signature}): built.append(self)\n def step(self): ...", scope)
+        setattr(sys.modules["dion.cuda_graph" if name == "CudaGraphOptimizer" else module], name, scope[name])
+    for name, contender in peers.CONTENDERS.items():
+        if name.startswith(peer):
+            contender.build(peers.parameters({(16, 16): 1}, CPU))()
+    assert len(built) == number
 
 
 @pytest.mark.slow
@@ -173,11 +216,13 @@ def test_the_page_is_of_its_data_and_takes_measured_rows_alone(rows: Rows, tmp_p
     assert (tmp_path / page.PICTURE).exists()
 
 
-def test_every_training_is_a_valid_recipe() -> None:
+def test_every_training_is_a_valid_recipe(tmp_path: Path) -> None:
     import models  # noqa: F401 (registers the families)
-    from benchmarks.gpu.__main__ import TINY, WAYS
+    from benchmarks.gpu.__main__ import CORPUS, TINY, WAYS, recipe_of
     from titan_muon.titan.recipe import load
 
-    for _, config, *words in WAYS.values():
-        assert load(ROOT / config, words).training.steps * 65_536 == pytest.approx(2e7, rel=0.01)
-        assert load(ROOT / config, [*words, *TINY]).training.steps == 4
+    assert glob(CORPUS, recursive=True)
+    for way in WAYS:
+        recipe = recipe_of(tmp_path, "1e-3", way)
+        assert load(recipe, []).training.steps * 65_536 == pytest.approx(2e7, rel=0.01)
+        assert load(recipe, TINY).training.steps == 4

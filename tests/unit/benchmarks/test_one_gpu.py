@@ -91,8 +91,8 @@ def test_the_measured_machine_is_one_for_the_planner() -> None:
     flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
     measured = links.MeasuredMachine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12)
     check(Machine, links.recipe_table(measured))
-    machine = machine_of(Machine(name="a100x8", file="machine.json"), "cuda", json.dumps(asdict(measured)))
+    machine = machine_of(Machine(name="h100x8", file="machine.json"), "cuda", json.dumps(asdict(measured)))
     assert (machine.flops, machine.memory, machine.network.bandwidth) == (flops, 3e12, 41.3e9)
-    assert machine.node == machine_of(Machine(name="a100x8")).node, "nothing was measured within a node"
+    assert machine.node == machine_of(Machine(name="h100x8")).node, "nothing was measured within a node"
     with pytest.raises(OptionError, match=r"machine.file = 'machine.json' .*it was rehearsed without a GPU"):
         machine_of(Machine(file="machine.json"), "cuda", json.dumps({"source": "rehearsed", "flops": {}}))

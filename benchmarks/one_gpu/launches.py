@@ -36,7 +36,9 @@ def calibrate(rows: Rows, device: torch.device) -> None:
     with rows.faults(measured="launch queue"):
         rows.write(measured="launch queue", **queue(device))
     with rows.faults(measured="rates"):
-        machine = rates(device)
+        name = torch.cuda.get_device_name(device) if clock.is_gpu else "cpu"
+        flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
+        machine = MeasuredMachine(name, 1, 1, None, None, flops, memory_rate(device))
         rows.write(measured="rates", **{f"{k} TFLOP/s": v / 1e12 for k, v in machine.flops.items()},
                    **{"memory GB/s": machine.memory_bandwidth / 1e9})  # fmt: skip
         document = {**asdict(machine), "source": "measured" if clock.is_gpu else "rehearsed"}
@@ -54,7 +56,7 @@ def microseconds(run: Callable[[], object], clock: Clock) -> dict[str, float]:
 
     clock.once(many)
     times = clock.once(many)
-    return {"host us": 1e3 * times.host / repeats, "device us": 1e3 * times.device / repeats}
+    return {f"{name} us": 1e3 * times[f"{name} ms"] / repeats for name in ("host", "device")}
 
 
 def launches(device: torch.device) -> Mapping[str, Callable[[], Callable[[], object]]]:
@@ -68,7 +70,11 @@ def launches(device: torch.device) -> Mapping[str, Callable[[], Callable[[], obj
         "empty Triton kernel": lambda: triton_kernel(empty()),
         "all-reduce, world 1": lambda: partial(dist.all_reduce, empty()),
         **{f"graph of {nodes} nodes": partial(graph, empty(), nodes) for nodes in GRAPHS},
-        "pinned copy of 4 kB": lambda: copy(device),
+        "pinned copy of 4 kB": lambda: partial(
+            torch.empty(1024, device=device).copy_,
+            torch.zeros(1024, pin_memory=device.type == "cuda"),
+            non_blocking=True,
+        ),
     }
 
 
@@ -93,12 +99,6 @@ def graph(tensor: Tensor, nodes: int) -> Callable[[], object]:
     return captured.replay
 
 
-def copy(device: torch.device) -> Callable[[], object]:
-    """Copy of 4 kB to the device."""
-    source = torch.zeros(1024, pin_memory=device.type == "cuda")
-    return partial(torch.empty(1024, device=device).copy_, source, non_blocking=True)
-
-
 def queue(device: torch.device) -> dict[str, Any]:
     """Number of launches that the host makes while the device is busy, before one waits."""
     if device.type != "cuda":
@@ -114,10 +114,3 @@ def queue(device: torch.device) -> dict[str, Any]:
     torch.cuda.synchronize()
     full = next((number for number, seconds in enumerate(spent) if seconds > BLOCKED), None)
     return {"depth": full, "host us before": 1e6 * sum(spent[:full]) / len(spent[:full]) if full != 0 else None}
-
-
-def rates(device: torch.device) -> MeasuredMachine:
-    """Rates of one device, without links."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
-    return MeasuredMachine(name, 1, 1, None, None, flops, memory_rate(device))
