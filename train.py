@@ -21,17 +21,11 @@ def main(command: Command) -> int:
     if command.dry_run:
         from titan_muon.titan.dry_run.compare import compare
         from titan_muon.titan.dry_run.report import report
-        from titan_muon.titan.dry_run.suggest import suggest
 
         if command.alternatives:
             print("\n".join(compare(command.alternatives, command.world_size, command.device)))
             return 0
         try:
-            if command.suggest is not False:
-                assert command.world_size is not None, "a search without a world size is refused"
-                file = command.suggest if isinstance(command.suggest, str) else None
-                suggest(command.recipe, command.world_size, command.device, command.config, file)
-                return 0
             report(command)
         except RecipeError as error:
             raise with_source(error, command.config, command.recipe) from error

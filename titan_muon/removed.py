@@ -65,6 +65,14 @@ VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
 )
 """Removed values of options, each with a problem."""
 
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "suggest": "was removed, because its model ranked layouts that no cluster had measured; compare some by "
+        "--compare KEY=A,B, or take the layout of a shipped recipe",
+    }
+)
+"""Removed flags of train.py, each with a problem."""
+
 
 def refuse_removed(names: Iterable[str]) -> None:
     """Raise OptionError for an option of an earlier version."""

@@ -16,7 +16,6 @@ from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import named_parameters_of
 from titan_muon.assignment.optimizer_set import OptimizerSet
-from titan_muon.assignment.rules import Assignment
 from titan_muon.dry_run.memory import muon_of
 from titan_muon.dry_run.model import PlannedModel, plan_of
 from titan_muon.tensors.process_groups import fake_world
@@ -27,7 +26,6 @@ from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.titan.recipe.degrees import check_layout
-from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
@@ -73,17 +71,6 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
         return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
-
-
-def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
-    """Size and parameters of the recipe's model, whatever its degrees. Raises as `build_meta_model`."""
-    alone = Parallelism(spmd_backend=recipe.parallelism.spmd_backend)
-    placement = replace(recipe.placement, replicas=None, tp_pieces="peers")
-    recipe = replace(recipe, parallelism=alone, placement=placement)
-    with _recipe_errors(), planning_for("cuda"), fake_world(1, 0):
-        config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
-        parts, size = _sharded_parts(config, 1)
-        return size, _optimizers(config, parts).whole
 
 
 @contextmanager

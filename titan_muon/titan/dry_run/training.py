@@ -177,11 +177,6 @@ class Passes:
         # Pipeline stages sum gradients of all microbatches before the reduction.
         return kept * self.gathered_bytes + (whole * self.reduced_bytes if self.stages > 1 else 0.0)
 
-    @property
-    def stored(self) -> float:
-        """Elements of a rank's shards."""
-        return sum(self._unsharded(shape) / self._fsdp(shape)[1] * count for shape, count in self.shapes.items())
-
     def _unsharded(self, shape: tuple[int, ...]) -> float:
         """Elements of a parameter after FSDP's all-gather."""
         return prod(shape) / (self.experts if len(shape) == STACK else self.tensor)

@@ -129,8 +129,6 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, machine: MachineRates) -> I
     }
     if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in exchanges.items() if seconds):
         yield f"                  {text}"
-    if training.fsdp > training.compute:
-        yield "                  FSDP takes longer than the products: --suggest searches faster layouts"
     if verdict.capacity == 0:
         # A CPU orthogonalizes slowly beside its memory, so the percentage says nothing about GPUs.
         yield (
@@ -178,7 +176,7 @@ def _memory_lines(verdict: Verdict) -> Iterable[str]:
     if text := ", ".join(shown):
         yield f"                  GiB: {text}"
     if not verdict.fits:
-        yield "                  --suggest lists layouts that fit; training.enable_cpu_offload = true needs less memory"
+        yield "                  more ranks, or training.enable_cpu_offload = true, need less memory on each"
 
 
 def _gib(size: float) -> str:

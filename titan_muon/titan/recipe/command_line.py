@@ -56,7 +56,6 @@ SHORT_HELP = """train.py --config RECIPE [--TABLE.KEY VALUE ...]
   --dry-run             print the recipe's plan and stop; needs neither torchrun nor a GPU
   --world-size N        with --dry-run: ranks to plan for
   --compare KEY=A,B     with --dry-run: a table of alternatives
-  --suggest             with --dry-run and --world-size: the fastest layouts that fit
   --quiet               print errors, warnings and the summary at the end only
   --help TABLE          every key of a table, with its meaning
   --help all            all {count} keys and all flags, with their meanings
@@ -89,9 +88,6 @@ class Options:
 
     compare: tuple[str, ...] = ()
     """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
-
-    suggest: bool | str = False
-    """With dry_run and world_size: search the fastest layouts that fit. With a file: write the first as a recipe."""
 
     quiet: bool = False  # Print errors, warnings and the summary at the end only.
 
@@ -240,12 +236,10 @@ def _check(options: Options) -> None:
         if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
             flag = option.name.replace("_", "-")
             raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
-    if options.suggest is not False and options.world_size is None:
-        raise RecipeError("command line: --suggest needs the number of GPUs; add --world-size N.")
-    printed = ("compare", "suggest", "json", "html", "full", "verbose")
-    given = [name for name in printed if getattr(options, name) not in (None, False, ())]
-    if given[:1] in (["compare"], ["suggest"]) and len(given) > 1:
-        raise RecipeError(f"command line: --{given[0]} prints a table only; leave out --{given[1]}.")
+    printed = ("json", "html", "full", "verbose")
+    given = [name for name in printed if getattr(options, name) not in (None, False)]
+    if options.compare and given:
+        raise RecipeError(f"command line: --compare prints a table only; leave out --{given[0]}.")
     for name in ("json", "html"):
         if (file := getattr(options, name)) is not None and not Path(file).absolute().parent.is_dir():
             folder = Path(file).parent

@@ -308,6 +308,8 @@ def unknown(source: str, key: str, value: object, known: Sequence[str]) -> Recip
     table, _, _ = key.rpartition(".")
     if gone := removed.OPTIONS.get(key):
         return RecipeError(f"{source}: {key} {gone.problem}.")
+    if key in removed.FLAGS and source == "command line":
+        return RecipeError(f"{source}: --{key.replace('_', '-')} {removed.FLAGS[key]}.")
     if MOVED.get(key) in known:
         new, _, leaf = MOVED[key].rpartition(".")
         setting = key if value == () else f"{key} = {_shown(value)}"

@@ -156,4 +156,3 @@ def test_the_overhead_in_one_pass_and_the_batch_below_one_percent_follow_from_th
     assert replace(whole, adamw=0.025).passes_below_one_percent == 1
     text = lines(79 * GIB, passes=4)
     assert "2.36 % in a step of one pass; at most 1 % from 3,072 tokens (3 passes)" in text
-    assert "FSDP takes longer than the products: --suggest" in text
