@@ -67,6 +67,7 @@ VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
 
 FLAGS: Mapping[str, str] = MappingProxyType(
     {
+        "html": "was removed; the plan is text, and --json FILE has it as numbers",
         "suggest": "was removed, because its model ranked layouts that no cluster had measured; compare some by "
         "--compare KEY=A,B, or take the layout of a shipped recipe",
     }

@@ -94,8 +94,6 @@ class Options:
     completion: Literal["bash", "zsh", "tcsh"] | None = None
     """Print a script that completes flags of `titan-muon` in this shell, and stop."""
 
-    html: str | None = None  # With dry_run: file for a page with verdict, timeline, parameters and recipe.
-
 
 @dataclass(frozen=True)
 class Alternative:
@@ -236,15 +234,14 @@ def _check(options: Options) -> None:
         if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
             flag = option.name.replace("_", "-")
             raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
-    printed = ("json", "html", "full", "verbose")
+    printed = ("json", "full", "verbose")
     given = [name for name in printed if getattr(options, name) not in (None, False)]
     if options.compare and given:
         raise RecipeError(f"command line: --compare prints a table only; leave out --{given[0]}.")
-    for name in ("json", "html"):
-        if (file := getattr(options, name)) is not None and not Path(file).absolute().parent.is_dir():
-            folder = Path(file).parent
-            raise RecipeError(
-                f"command line: --{name} {file}: there is no folder {folder}; make it, or name another file."
-            )
+    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
+        folder = Path(options.json).parent
+        raise RecipeError(
+            f"command line: --json {options.json}: there is no folder {folder}; make it, or name another file."
+        )
     if options.quiet and options.dry_run:
         raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")
