@@ -15,7 +15,7 @@ def main(command: Command) -> int:
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
     from titan_muon.titan.torchtitan import compat
 
-    compat.recipe_version()
+    compat.check_version()
     compat.install()
     import_modules(command.recipe)
     if command.dry_run:

@@ -29,7 +29,6 @@ from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
-from titan_muon.titan.torchtitan.installed import titan
 
 MICROBATCHES = 8
 
@@ -100,7 +99,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
-    size = _model_size(spec.model, model, config.budget.seq_len)
+    size = _model_size(spec.model, model, config.training.seq_len)
     options: dict[str, Any] = {
         "parallel_dims": parallel_dims,
         "training": config.training,
@@ -118,9 +117,8 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
     # Enough microbatches for any schedule: the recipe's batch may not fit.
     calls = MICROBATCHES * parallel_dims.pp
-    budget = replace(config.budget, sequences=config.budget.microbatch * calls)
-    options["training"] = replace(config.training, **titan.training_keys(budget))
-    options["parallelism"] = replace(config.parallelism, **titan.pipeline_keys(budget))
+    sequences = config.parallelism.pipeline_parallel_microbatch_size * calls
+    options["training"] = replace(config.training, local_batch_size=sequences)
     _, parts, _, _ = spec.pipelining_fn(
         model,
         device=torch.device("meta"),

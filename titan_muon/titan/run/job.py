@@ -276,9 +276,8 @@ def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
             f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
         )
         return
-    budget = trainer.config.budget
-    sequences = budget.sequences * dims.dp_replicate * dims.dp_shard * passes
-    tokens = sequences * budget.seq_len
+    sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
+    tokens = sequences * training.seq_len
     if isinstance(trainer.dataloader, PackedDataLoader):
         for line in trainer.dataloader.describe(left, sequences):
             print_on_rank0(line)

@@ -34,8 +34,6 @@ from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run_folder import RunFolder
 from titan_muon.titan.torchtitan import compat
-from titan_muon.titan.torchtitan.installed import titan
-from titan_muon.titan.torchtitan.interface import Budget
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 LARGEST_WEIGHT = 1e6
@@ -54,7 +52,6 @@ class MuonTrainer(Trainer):
         monitor: MonitorSection = field(default_factory=MonitorSection)
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         check_replicas_freq: int = 0
-        budget: Budget = field(kw_only=True)
         stop: StopSignals = field(default_factory=StopSignals)
 
     config: Config
@@ -74,7 +71,7 @@ class MuonTrainer(Trainer):
         self.bytes_per_token: float | None = None
         if config.validator.enable:
             data = self.validator.dl_config
-            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.budget.seq_len)
+            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
         self.timers = {name: Stopwatch(self.device) for name in ("data", "forward_backward", "clip", "optimizer")}
         self.qk_clip = build_qk_clip(
             config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device
@@ -167,7 +164,7 @@ class MuonTrainer(Trainer):
             self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
         if not isinstance(self.dataloader, PackedDataLoader):
             return
-        start = self.dataloader.blocks * self.config.budget.seq_len - self.tokens
+        start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
         excluded = {"dataloader", "train_state"} & set(self.config.checkpoint.excluded)
         if self.step == 0 or excluded:
             self.data_start = start
@@ -181,8 +178,11 @@ class MuonTrainer(Trainer):
     def _place(self) -> tuple[int, int]:
         if not isinstance(self.dataloader, PackedDataLoader):
             return UNKNOWN, UNKNOWN
-        first = (self.tokens + self.data_start) // self.config.budget.seq_len
-        batch = self.config.budget.microbatch
+        first = (self.tokens + self.data_start) // self.config.training.seq_len
+        parallelism = self.config.parallelism
+        # A pipeline cuts a pass.
+        piped = parallelism.pipeline_parallel_degree > 1
+        batch = parallelism.pipeline_parallel_microbatch_size if piped else self.config.training.local_batch_size
         return self.dataloader.position, first + self.checks.data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
@@ -203,7 +203,7 @@ class MuonTrainer(Trainer):
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
         self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
-        with compat.clipping_by(self._clip_gradients), titan.reporting_every_loss():
+        with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
         self._report()
         if self.monitored:
@@ -223,7 +223,7 @@ class MuonTrainer(Trainer):
             with self.timers["data"]:
                 batch = next(batches)
             if self.reported:
-                self.checks.add_batch(*batch, seq_len=self.config.budget.seq_len if packed else None)
+                self.checks.add_batch(*batch, seq_len=self.config.training.seq_len if packed else None)
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:

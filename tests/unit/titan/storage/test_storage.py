@@ -24,6 +24,7 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
+from titan_muon.titan.data.loader import dataloader_config  # noqa: E402
 from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
 from titan_muon.titan.recipe.sections import Data  # noqa: E402
 from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
@@ -38,7 +39,6 @@ from titan_muon.titan.storage.reader import (  # noqa: E402
     _SafeUnpickler,
     plain_pickle,
 )
-from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 DATA = "__0_0.distcp"
 STATE = {
@@ -217,9 +217,9 @@ def hf_loader(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     folder = tmp_path_factory.mktemp("text")
     (folder / "data.json").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(9)))
-    config = titan.text_loader_config(Data(source="hf", dataset_path=str(folder)), "c4_test")
+    config = dataloader_config(Data(source="hf", dataset="c4_test", dataset_path=str(folder)))
     tokenizer = ByteTokenizer.Config().build()
-    shape = {"dp_world_size": 1, "dp_rank": 0, **titan.loader_keys(seq_len=4, sequences=1)}
+    shape = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 4, "local_batch_size": 1}
     built: list[Any] = []
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache")):
         yield lambda: built.append(config.build(tokenizer=tokenizer, **shape)) or built[-1]
