@@ -16,7 +16,6 @@ from torchtitan.trainer import Trainer
 from titan_muon.comm.clip import GradientClip, NormCheck
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import HybridOptimizers
-from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
 from titan_muon.titan.checks.training import ADVICE, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
@@ -32,7 +31,6 @@ from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import print_on_rank0, show
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.signals import StopSignals
-from titan_muon.titan.run_folder import RunFolder
 from titan_muon.titan.torchtitan import compat
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -103,7 +101,6 @@ class MuonTrainer(Trainer):
         token_mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
         return TrainingChecks(
             [names[parameter] for parameter in self.clip.parameters],
-            self.optimizers.optimizers,
             self.model_parts,
             self.device,
             data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
@@ -156,12 +153,7 @@ class MuonTrainer(Trainer):
             print_on_rank0(f"next: titan-muon sample {run} (write text), evaluate (loss) or export (Hugging Face)")
 
     def _begin_checks(self) -> None:
-        records = RunFolder(self.config.dump_folder).records(self.step, lambda line: None)
-        self.checks.begin(self.stop.group, reports_of(records), self.step)
-        counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
-        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.excluded
-        if is_loaded and counts and max(counts) == 0:
-            self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
+        self.checks.begin(self.stop.group)
         if not isinstance(self.dataloader, PackedDataLoader):
             return
         start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
@@ -199,7 +191,6 @@ class MuonTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
         self.metrics_processor.begin_step()
-        self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
         self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
@@ -228,10 +219,6 @@ class MuonTrainer(Trainer):
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
         """TorchTitan's forward and backward."""
-        # CUDA graphs keep gradients and clear them in place.
-        if self.passes == 0 and self.reported and self.config.training.disable_cuda_graphs:
-            self.checks.before_backward(self.clip.parameters)
-        self.passes += 1
         with self.timers["forward_backward"]:
             return super().forward_backward_step(**microbatches)
 
@@ -323,4 +310,4 @@ class MuonTrainer(Trainer):
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
                 f"on. {ADVICE}"
             )
-        self._warn(self.checks.report(self.step, loss, grad_norm, max_norm=self.clip.max_norm))
+        self._warn(self.checks.report(self.step))

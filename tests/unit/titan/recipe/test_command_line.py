@@ -193,7 +193,7 @@ def test_a_bad_command_is_a_recipe_error_without_output(
 def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> None:
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
-    assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]))
+    assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]), typed=("muon.momentum",))
     flags = ["--dry-run", "--full", "--world-size", "8", "--device=cpu", "--json", "plan.json", "--training.steps", "3"]
     assert parse([*flags, f"--config={path}"]) == Command(
         config=path,
@@ -203,6 +203,7 @@ def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> Non
         world_size=8,
         device="cpu",
         json="plan.json",
+        typed=("training.steps",),
     )
     assert parse(["--config", path, "--dry_run"]).dry_run
 
