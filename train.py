@@ -1,12 +1,16 @@
 """Trains a recipe, or shows the plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
 
+import os
 import sys
+import time
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
 from titan_muon.titan.recipe.files import import_modules, with_source
+
+SECONDS_TO_PRINT = 2
+"""Time for the first rank of a node to print."""
 
 
 def main(command: Command) -> int:
@@ -37,16 +41,14 @@ def main(command: Command) -> int:
 
 if __name__ == "__main__":
     try:
-        # torchrun's restarts would only repeat a refusal or a divergence.
-        ended = earlier_end()
-        code = main(parse(sys.argv[1:])) if ended is None else ended
+        code = main(parse(sys.argv[1:]))
     except RecipeError as error:
         code = 2
-        # Most mistakes are those of every rank, and torchrun ends the others at the first end.
-        first = is_first(str(error))
-        record_end(str(error), code, first=first)
-        if first:
+        # Mistakes are those of every rank, and torchrun ends the others at the first end.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SECONDS_TO_PRINT)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

@@ -70,11 +70,8 @@ def run(recipe: Recipe, config: str, *, typed: tuple[str, ...] = (), quiet: bool
         train(recipe, typed, lasting)
     except RecipeError as error:
         code = 2
-        print_error_once(with_source(error, config, recipe), final_code=code)
-    except FloatingPointError as error:
-        code = 1
-        print_error_once(error, final_code=code)
-    except RunFault as error:
+        print_error_once(with_source(error, config, recipe))
+    except (FloatingPointError, RunFault) as error:
         code = 1
         print_error_once(error)
     except Exception:

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.dist.harness import run_program
 from titan_muon.titan.launch import attempts, watchdog
 from titan_muon.titan.launch.attempts import describe_world, store_of_attempt, store_of_ranks
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
 from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
+ROOT = Path(__file__).parents[4]
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
 
 
@@ -269,3 +271,33 @@ def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
         child.kill()
     assert [process.returncode for process in asked] == [0, 1]
     assert not is_sibling(2**22 + 1), "there is no such process"
+
+
+def test_a_mistake_is_printed_by_one_rank_of_a_node(tmp_path: Path) -> None:
+    for rank, lines in (("1", 0), ("0", 1)):
+        command = [sys.executable, "train.py", "--config", "configs/qwen_moe_muon.toml", "--muon.lr=-1"]
+        environment = {**os.environ, "LOCAL_RANK": rank, "RANK": rank}
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert (run.returncode, run.stderr.count("error: ")) == (2, lines)
+
+
+def test_an_unexpected_error_ends_the_process_with_exit_code_1() -> None:
+    """Even if the exit would wait for a peer, here for a thread."""
+    code, shown = run_program(
+        "-c",
+        """
+import threading
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.run import job
+
+def fail(*_):
+    threading.Thread(target=threading.Event().wait).start()
+    raise ZeroDivisionError
+
+job._init_distributed, job.train = lambda recipe: None, fail
+job.SECONDS_TO_EXIT = 1
+job.run(Recipe(), "x.toml")
+""",
+    )
+    assert code == 1
+    assert "ZeroDivisionError" in shown
