@@ -130,7 +130,6 @@ def train(recipe: Recipe, typed: tuple[str, ...] = (), lasting: dist.Store | Non
             if trainer.step < trainer.config.training.steps:
                 with stop:
                     trainer.train()
-            watchdog.finish()
         finally:
             trainer.close()
     return run.folder
