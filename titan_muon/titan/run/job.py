@@ -174,8 +174,8 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
         return error
     where = traceback.extract_tb(error.__traceback__)[-1]
     refused = f"(refused at {where.filename}:{where.lineno})"
-    # TorchTitan raises these for bad configurations, without a key.
-    if isinstance(error, ValueError | NotImplementedError):
+    # TorchTitan raises these for bad configurations and missing packages, without a key.
+    if isinstance(error, ValueError | NotImplementedError | ImportError):
         return RecipeError(f"{error} {refused}")
     if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
         return None
