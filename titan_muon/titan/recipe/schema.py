@@ -9,7 +9,6 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -66,16 +65,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "debug.check_replicas": "debug.check_replicas_freq",
     }
 )
-"""Keys by their names in earlier versions."""
-MOVED_VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
-    {
-        ("muon.missing_grad", "skip"): "skip_missing",
-        ("muon.nonfinite", "skip"): "skip_step",
-        ("muon.owners", "everyone"): "all_gather",
-        ("muon.owners", "balanced"): "all_to_all",
-    }
-)
-"""Values of moved keys that have other names."""
+"""Keys by their names before 0.2.0, for the line of a refusal."""
 # In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
@@ -277,30 +267,15 @@ def refuse(source: str, key: str, value: object, accepted: str, choices: Sequenc
     return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
 
 
-def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries of a recipe that an earlier version wrote, by today's keys."""
-    result: dict[str, Entry] = {}
-    for key, entry in entries.items():
-        gone = removed.OPTIONS.get(key)
-        if gone is not None and entry.value == gone.default:
-            continue
-        new, value = MOVED.get(key, key), _moved_value(key, entry.value)
-        # Two keys became one.
-        if new in result and {result[new].value, value} == {"skip_missing", "skip_step"}:
-            value = "skip_step"
-        if new not in result or value != "error":
-            result[new] = replace(entry, value=value)
-    return result
+def without_removed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of a recipe that a run wrote, without removed keys whose value had no effect."""
+    gone = removed.OPTIONS
+    return {key: entry for key, entry in entries.items() if key not in gone or entry.value != gone[key].default}
 
 
 def _word(value: object) -> object:
     """The value, or a single word of the command line."""
     return value[0] if isinstance(value, Words) and len(value) == 1 else value
-
-
-def _moved_value(key: str, value: object) -> object:
-    word = _word(value)
-    return MOVED_VALUES.get((key, word), value) if isinstance(word, str) else value
 
 
 def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:
@@ -313,7 +288,9 @@ def unknown(source: str, key: str, value: object, known: Sequence[str]) -> Recip
     if MOVED.get(key) in known:
         new, _, leaf = MOVED[key].rpartition(".")
         setting = key if value == () else f"{key} = {_shown(value)}"
-        line = f"[{new}] {leaf} = {_shown(_moved_value(key, value)) if value != () else '...'}"
+        # Another name may have other values.
+        same = value != () and key.rpartition(".")[2] == leaf
+        line = f"[{new}] {leaf} = {_shown(value) if same else '...'}"
         return RecipeError(f"{source}: {setting} has moved; write {line} (flag --{MOVED[key]}).")
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]

@@ -423,15 +423,11 @@ def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
     assert [run.path.name for run in runs_in(tmp_path)] == names
 
 
-def test_the_recipe_of_an_earlier_version_is_read_with_todays_keys(tmp_path: Path) -> None:
+def test_a_removed_key_without_effect_is_left_out_of_a_saved_recipe(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    faults = 'missing_grad = "skip"\nnonfinite = "skip"\n'
-    file.write_text(f'[muon]\nexchange = "all_gather"\nowners = "everyone"\n{faults}eps = 1e-9\n')
-    expert = Expert(exchange="all_gather", on_bad_gradient="skip_step", eps=1e-9)
-    recipe = load(file, saved=True)
-    assert recipe.muon.expert == expert
-    assert not RunFolder(tmp_path).changes(recipe)
-    with pytest.raises(RecipeError, match=r"recipe.toml: muon.exchange = .* has moved"):
+    file.write_text("[muon.expert]\nsplit_over = 1\neps = 1e-9\n")
+    assert load(file, saved=True).muon.expert == Expert(eps=1e-9)
+    with pytest.raises(RecipeError, match=r"recipe.toml: muon.expert.split_over was removed"):
         load(file)
 
 
