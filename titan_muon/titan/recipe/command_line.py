@@ -20,7 +20,7 @@ from titan_muon.titan.recipe.schema import keys, unknown, values
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, read_file, value_text
 
-FOR_TRAINING = ("config", "dry_run", "quiet", "completion")
+FOR_TRAINING = ("config", "dry_run", "quiet")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
 """`--compare training.seed=...` sets both seeds."""
 
@@ -91,9 +91,6 @@ class Options:
 
     quiet: bool = False  # Print errors, warnings and the summary at the end only.
 
-    completion: Literal["bash", "zsh", "tcsh"] | None = None
-    """Print a script that completes flags of `titan-muon` in this shell, and stop."""
-
 
 @dataclass(frozen=True)
 class Alternative:
@@ -128,8 +125,6 @@ def parse(argv: Sequence[str]) -> Command:
     options, overrides = read_options(Options, [word for word in argv if word not in {*HELP, *asked}])
     if options.config is not None:
         options = replace(options, config=_file(options.config))
-    if options.completion is not None:
-        print_flags(Command, Command(), "titan-muon", shell=options.completion)
     known = [*keys(Options), *keys(Recipe)]
     for key, entry in read_flags(overrides).items():
         if key not in known:

@@ -17,7 +17,6 @@ from titan_muon import removed
 from titan_muon.options import EXPERT, OTHER_NAMES
 from titan_muon.ranges import MAY_CHANGE, MayChange
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
-from titan_muon.titan.recipe.torchtitan_sections import DEGREES
 
 T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
@@ -25,29 +24,14 @@ BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 MEANT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("lr", "learning_rate"), "muon.lr"),
-        **dict.fromkeys(("mu", "muon.beta1"), "muon.momentum"),
-        **dict.fromkeys(("beta1", "betas"), "adamw.betas"),
-        **dict.fromkeys(("wd", "weight_decay"), "muon.weight_decay"),
-        **dict.fromkeys(("batch_size", "bs", "batch"), "training.global_batch_size"),
-        **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "training.local_batch_size"),
-        **dict.fromkeys(("max_steps", "num_steps", "iterations", "epochs"), "training.steps"),
-        **dict.fromkeys(("seq_length", "sequence_length", "block_size", "context_length"), "training.seq_len"),
-        **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "training.max_norm"),
-        **{name: f"parallelism.{key}" for name, key in DEGREES.items()},
-        **dict.fromkeys(("dp", "dp_shard"), "parallelism.data_parallel_shard_degree"),
-        "dp_replicate": "parallelism.data_parallel_replicate_degree",
-        **dict.fromkeys(("seed", "random_seed"), "debug.seed"),
-        **dict.fromkeys(("optimizer.name", "optim"), "optimizer.rule"),
-        "muon.rule": "muon.algorithm",
-        **dict.fromkeys(("wandb",), "metrics.enable_wandb"),
-        **dict.fromkeys(("resume", "resume_from"), "checkpoint.load"),
-        **dict.fromkeys(
-            (
-                *("tflops", "tflops_float32", "memory_gb", "launch_us"),
-                *("node_gb", "node_latency_us", "network_gb", "network_latency_us"),
-            ),
-            "machine.file",
-        ),
+        "beta1": "muon.momentum",
+        "wd": "muon.weight_decay",
+        "batch_size": "training.global_batch_size",
+        "max_steps": "training.steps",
+        "seed": "debug.seed",
+        "tp": "parallelism.tensor_parallel_degree",
+        "ep": "parallelism.expert_parallel_degree",
+        "resume": "checkpoint.load",
     }
 )
 """Keys by names that users try: a whole key, or its last part. Letters would suggest other keys."""
@@ -175,7 +159,8 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
         nested = get_origin(get_args(kind)[0]) is tuple
         if isinstance(items, list) and (not nested or (items and all(isinstance(item, list) for item in items))):
             return items
-        if len(words) == 1 and not nested and not re.search(r"[\[{]", words[0]):
+        # `--compare KEY=A,B` has its own commas.
+        if len(words) == 1 and not nested and not re.search(r"[\[{]|^[\w.+]+=", words[0]):
             words = Words(words[0].split(","))
         return [Words((word,)) for word in words]
     if kind is bool and not words:

@@ -113,18 +113,6 @@ def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:
     assert "the recipe has no key; write at least name and flavor under [model]" in message
 
 
-def test_a_shell_completes_flags_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(["--completion", "bash"])
-    assert not ended.value.code
-    script = tmp_path / "complete.bash"
-    script.write_text(capsys.readouterr().out)
-    words = "COMP_WORDS=(titan-muon train --config x.toml --muon.mom); COMP_CWORD=4; _tyro_titan_muon"
-    bash = ["bash", "-c", f'source {script}; {words}; echo "${{COMPREPLY[@]}}"']
-    shown = subprocess.run(bash, capture_output=True, text=True, check=True).stdout
-    assert shown.split() == ["--muon.momentum", "--muon.momentum_warmup_steps", "--muon.momentum_start"]
-
-
 @pytest.mark.parametrize("brackets", ["%s", "[%s]"])
 def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: str) -> None:
     word = brackets % '{match = "*", optimizer = "adamw", options = {lr = 1}}'
@@ -171,7 +159,8 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
         (["--lr", "3"], ["Did you mean muon.lr?"]),
         (["--tp", "2"], ["Did you mean parallelism.tensor_parallel_degree?"]),
-        (["--muon.mu", "0.9"], ["Did you mean muon.momentum?"]),
+        (["--machine.tflops", "9"], ["machine.tflops was removed", "name it in machine.file"]),
+        (["--completion", "bash"], ["--completion was removed"]),
         (["--muon.beta1", "0.9"], ["Did you mean muon.momentum?"]),
         (["--training.batch_size", "4"], ["Did you mean training.global_batch_size?"]),
         (["--training.learning_rate", "1"], ["Did you mean muon.lr?"]),
