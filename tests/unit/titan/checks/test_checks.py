@@ -138,3 +138,16 @@ def test_the_causes_of_a_nonfinite_norm_are_reported_once() -> None:
     assert norm.causes() == "b on rank 0"
     assert norm.causes() is None
     assert NormCheck(torch.tensor(float("inf")), ["a", "b"], torch.tensor([1e38, 1e38])).causes() == "large values"
+
+
+@pytest.mark.parametrize("tolerates", [False, True])
+def test_a_nonfinite_norm_ends_a_run_that_does_not_skip_steps(tolerates: bool) -> None:
+    checks = checks_of(nn.Linear(2, 2))
+    checks.tolerates_nonfinite = tolerates
+    norm = NormCheck(torch.tensor(float("nan")), ["a"], torch.tensor([float("nan")]))
+    if tolerates:
+        (line,) = checks.after_clip(3, norm, counted=False)
+        assert line.startswith("step 3: the norm of the gradients is nan, because of a on rank 0")
+    else:
+        with pytest.raises(FloatingPointError, match="step 3: .* a on rank 0; nothing is saved from this step"):
+            checks.after_clip(3, norm, counted=False)

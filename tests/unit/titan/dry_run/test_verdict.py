@@ -60,6 +60,8 @@ def test_checkpointing_and_parallelism_lower_the_activations() -> None:
     split = Passes(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b()).memory()
     assert split.logits == kept["selective"].logits // 8
     assert split.activations < kept["selective"].activations / 2
+    every = Passes(recipe("none", tensor_parallel_degree=8), 64, SIZE, llama3_8b()).memory()
+    assert every.activations < kept["none"].activations / 4
 
 
 @pytest.mark.parametrize(
