@@ -149,5 +149,5 @@ def test_a_nonfinite_norm_ends_a_run_that_does_not_skip_steps(tolerates: bool) -
         (line,) = checks.after_clip(3, norm, counted=False)
         assert line.startswith("step 3: the norm of the gradients is nan, because of a on rank 0")
     else:
-        with pytest.raises(FloatingPointError, match="step 3: .* a on rank 0; nothing is saved from this step"):
+        with pytest.raises(FloatingPointError, match=r"step 3: .* a on rank 0; nothing is saved from this step"):
             checks.after_clip(3, norm, counted=False)
