@@ -20,7 +20,7 @@ import sweep  # noqa: E402
 from compare import sweep_report  # noqa: E402
 from compare.sweep_report import Header, Result  # noqa: E402
 
-from scripts import finetune, soak  # noqa: E402
+from scripts import soak  # noqa: E402
 from tests import tiny  # noqa: E402
 
 DENSE, MOE = (str(ROOT / f"configs/{name}.toml") for name in ("llama_muon", "qwen_moe_muon"))
@@ -186,14 +186,6 @@ def test_different_losses_memory_growth_and_exit_codes_are_problems_of_a_soak() 
     assert ended == "the killed run ended with exit code 1"
     assert differ.startswith("1 of 400 losses differ, the first in step 7")
     assert grows.startswith("memory grows by")
-
-
-def test_finetuning_compares_every_pair_of_optimizers(tmp_path: Path) -> None:
-    small = {"pretrain_steps": 8, "finetune_steps": 3, "seeds": 1, "rates": (1e-3,), "dim": 32, "batch": 4}
-    rows = finetune.main(finetune.Arguments(tmp_path, **small))["rows"]
-    assert len(rows) == len({(row["pretrain"], row["finetune"]) for row in rows}) == 4
-    assert all(row["help"] < row["help_before"] for row in rows)
-    assert "| adamw | muon | 0.001 |" in (tmp_path / "finetune.md").read_text()
 
 
 def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
