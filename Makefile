@@ -6,7 +6,6 @@
 # make test-long  ten times as many random plans, layouts and options; LONG=100 is another number
 # make oldest  the core tests on the oldest PyTorch that is supported, in an environment of its own
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
-# make main-titan  the tests of recipes on the newest release of TorchTitan; TITAN===0.3.0 is another one, TITAN=/a/folder its source
 # make integrations  the examples in Transformers, TRL, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
 # make lm-eval  exports to Hugging Face, and lm-eval on one, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
@@ -37,11 +36,7 @@ OLDEST_LOCK := constraints-oldest.txt
 OLDEST_TESTS := $(addprefix tests/unit/,plan state step orthogonalize features tensors comm owned fsdp) tests/unit/test_hybrid*.py \
 	tests/unit/titan/test_compat.py tests/conformance tests/parity tests/dist/step tests/dist/owned $(wildcard tests/dist/features/test_overlap*.py) \
 	tests/dist/features/test_forward.py
-TITAN_ENV := .venv-titan
-TITAN ?=
 # TORCH=2.15.0 has pipeline and context parallelism too.
-TITAN_TORCH := $(if $(filter file,$(origin TORCH)),$(shell sed -n 's/^torch==//p' constraints.txt),$(TORCH))
-TITAN_TESTS := tests/unit/titan tests/dist/titan
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
@@ -67,7 +62,7 @@ $(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 
 $(call python,$(1)) -m venv $(2)
 endef
 
-.PHONY: lm-eval site wheel soak venv train test suite slow test-long check lint types newest oldest main-titan gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
+.PHONY: lm-eval site wheel soak venv train test suite slow test-long check lint types newest oldest gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -118,17 +113,6 @@ $(OLDEST_STAMP): pyproject.toml $(OLDEST_LOCK)
 newest: $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 	$(NEWEST)/bin/python -m benchmarks.rehearse
-
-# Without the extra `titan`, which pins the release of the lock.
-main-titan:
-	$(PYTHON) -m venv $(TITAN_ENV)
-	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check torch==$(TITAN_TORCH)
-	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --upgrade $(if $(findstring /,$(TITAN)),'$(TITAN)','torchtitan$(TITAN)') \
-		tyro einops numpy tqdm tokenizers pyarrow filelock matplotlib pytest pytest-timeout pytest-xdist hypothesis
-	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
-	$(TITAN_ENV)/bin/pip show torchtitan | sed -n 2p
-	OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest $(WORKERS) -m "not slow" $(TITAN_TESTS) $(ARGS)
-	OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest tests/dist/titan/test_torchtitan_example.py $(ARGS)
 
 integrations: $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)

@@ -1,12 +1,16 @@
 """Trains a recipe, or shows the plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
 
+import os
 import sys
+import time
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.launch.endings import earlier_end, is_first, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
 from titan_muon.titan.recipe.files import import_modules, with_source
+
+SECONDS_TO_PRINT = 2
+"""Time for the first rank of a node to print."""
 
 
 def main(command: Command) -> int:
@@ -15,23 +19,17 @@ def main(command: Command) -> int:
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
     from titan_muon.titan.torchtitan import compat
 
-    compat.recipe_version()
+    compat.check_version()
     compat.install()
     import_modules(command.recipe)
     if command.dry_run:
         from titan_muon.titan.dry_run.compare import compare
         from titan_muon.titan.dry_run.report import report
-        from titan_muon.titan.dry_run.suggest import suggest
 
         if command.alternatives:
             print("\n".join(compare(command.alternatives, command.world_size, command.device)))
             return 0
         try:
-            if command.suggest is not False:
-                assert command.world_size is not None, "a search without a world size is refused"
-                file = command.suggest if isinstance(command.suggest, str) else None
-                suggest(command.recipe, command.world_size, command.device, command.config, file)
-                return 0
             report(command)
         except RecipeError as error:
             raise with_source(error, command.config, command.recipe) from error
@@ -43,16 +41,14 @@ def main(command: Command) -> int:
 
 if __name__ == "__main__":
     try:
-        # torchrun's restarts would only repeat a refusal or a divergence.
-        ended = earlier_end()
-        code = main(parse(sys.argv[1:])) if ended is None else ended
+        code = main(parse(sys.argv[1:]))
     except RecipeError as error:
         code = 2
-        # Most mistakes are those of every rank, and torchrun ends the others at the first end.
-        first = is_first(str(error))
-        record_end(str(error), code, first=first)
-        if first:
+        # Mistakes are those of every rank, and torchrun ends the others at the first end.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SECONDS_TO_PRINT)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

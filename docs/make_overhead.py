@@ -107,10 +107,10 @@ def planned(case: Case) -> dict[str, Any]:
     from titan_muon.titan.recipe import load
 
     recipe = load(ROOT / "configs" / f"{case.recipe}.toml", ["--machine.name", case.machine, *case.words])
-    verdict = max((part.verdict for part in dry_run(recipe, case.world)), key=lambda verdict: verdict.seconds)
+    verdict = max((part.verdict for part in dry_run(recipe, case.world)), key=lambda verdict: verdict.optimizers)
     one_pass = verdict.training.tokens // verdict.training.passes
     return {
-        "muon_ms": 1e3 * (verdict.muon + verdict.others),
+        "muon_ms": 1e3 * verdict.optimizers,
         "adamw_ms": 1e3 * verdict.adamw,
         "pass_tokens": one_pass,
         "pass_percent": 100 * verdict.overhead_in_one_pass,

@@ -16,7 +16,6 @@ from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDict
 from torchtitan.protocols.model_spec import ModelSpec
 
 from models import common
-from titan_muon.titan.torchtitan.installed import titan
 
 EPS = 1e-6
 
@@ -188,7 +187,7 @@ def _layers(size: Size) -> list[TransformerBlock.Config]:
 
 
 def _rope(size: Size) -> ComplexRoPE.Config:
-    rope = partial(ComplexRoPE.Config, dim=size.rope_dim, **titan.rope_keys(size.max_seq_len), theta=size.theta)
+    rope = partial(ComplexRoPE.Config, dim=size.rope_dim, max_seq_len=size.max_seq_len, theta=size.theta)
     if size.yarn == 1.0:
         return rope()
     return rope(scaling="yarn", rope_factor=size.yarn, beta_fast=size.yarn_beta_fast, original_seq_len=4096)

@@ -12,7 +12,6 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from models import common
-from titan_muon.titan.torchtitan.installed import titan
 
 STD = 0.02
 EPS = 1e-5
@@ -76,7 +75,7 @@ def _layer(size: Size) -> Llama3TransformerBlock.Config:
             wqkv_param_init=common.linear_init(STD),
             wo_param_init=into_residual,
             inner_attention=FlexAttention.Config(),
-            rope=ComplexRoPE.Config(dim=size.dim // size.heads, **titan.rope_keys(size.max_seq_len), theta=size.theta),
+            rope=ComplexRoPE.Config(dim=size.dim // size.heads, max_seq_len=size.max_seq_len, theta=size.theta),
             fuse_qkv=False,
         ),
         ffn_norm=common.norm(size.dim, EPS),

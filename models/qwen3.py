@@ -20,7 +20,6 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from models import common
-from titan_muon.titan.torchtitan.installed import titan
 
 STD = 0.02
 EPS = 1e-6
@@ -107,7 +106,7 @@ def _attention(size: Size) -> GQAttention.Config:
         wqkv_param_init=common.linear_init(STD),
         wo_param_init=common.linear_init(common.residual_std(STD, size.layers)),
         inner_attention=FlexAttention.Config(),
-        rope=CosSinRoPE.Config(dim=size.head_dim, **titan.rope_keys(size.max_seq_len), theta=size.theta),
+        rope=CosSinRoPE.Config(dim=size.head_dim, max_seq_len=size.max_seq_len, theta=size.theta),
         qk_norm=common.norm(size.head_dim, EPS),
         fuse_qkv=False,
     )

@@ -28,7 +28,6 @@ from compare.run_folder import (
     smoothing_window,
     value_at,
 )
-from compare.run_page import write_page
 from compare.run_picture import write_picture
 
 from titan_muon.titan.recipe import RecipeError
@@ -207,7 +206,6 @@ def compare(
     metric: Literal["loss", "val_loss", "bits_per_byte"] = "loss",
     title: str | None = None,
     x: Literal["step", "tokens", "seconds"] = "step",
-    html: Path | None = None,
 ) -> None:
     """Compare two or more runs, the others to the first. Runs that differ by their seeds alone are one curve with a
     band of a standard deviation.
@@ -218,23 +216,17 @@ def compare(
         metric: Metric to reach and to draw; `loss` also draws the validation loss.
         title: Heading of the picture.
         x: Compare losses at the same step, after the same number of tokens, or after the same time.
-        html: Also write a page with the picture and the tables.
     """
-    for flag, file, suffixes in (("output", output, (".png", ".svg")), ("html", html, (".html",))):
-        if file is not None and file.suffix not in suffixes:
-            raise RunError(f"--{flag} {file}: the suffix must be {' or '.join(suffixes)}")
-        if file is not None and not file.parent.is_dir():
-            raise RunError(f"--{flag} {file}: there is no folder {file.parent}")
+    if output is not None and output.suffix not in (".png", ".svg"):
+        raise RunError(f"--output {output}: the suffix must be .png or .svg")
+    if output is not None and not output.parent.is_dir():
+        raise RunError(f"--output {output}: there is no folder {output.parent}")
     records = read_runs(runs, metric, x)
     window = smoothing_window(common_steps(records, metric, x), x)
-    text = report(records, metric, window, x)
-    print(text)
+    print(report(records, metric, window, x))
     picture = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
     write_picture(records, metric, window, title, picture, x)
     print(f"\nPicture: {picture}")
-    if html is not None:
-        write_page(html, records, metric, window, title, x, text)
-        print(f"Page: {html}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,6 @@ def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
     import torch.nn.functional as F
 
     from titan_muon.titan.data.loader import NOT_COUNTED, PackedDataLoader
-    from titan_muon.titan.torchtitan.installed import titan
 
     assert isinstance(saved.held_out, PackedDataLoader.Config), "open_saved reads packed text only"
     training = saved.recipe.training
@@ -40,7 +39,8 @@ def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
         dp_world_size=1,
         dp_rank=0,
         tokenizer=tokenizer,
-        **titan.loader_keys(seq_len=training.seq_len, sequences=max(training.local_batch_size, 1)),
+        seq_len=training.seq_len,
+        local_batch_size=max(training.local_batch_size, 1),
     )
     total, count = 0.0, 0
     for inputs, labels in loader:

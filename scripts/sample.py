@@ -28,8 +28,6 @@ def generate(saved: SavedModel, prompt: str, tokens: int, temperature: float, to
     """The prompt and up to `tokens` sampled tokens as text; ends early with the mark of a document's end."""
     import torch
 
-    from titan_muon.titan.torchtitan.installed import titan
-
     tokenizer = saved.tokenizer
     ids: list[int] = tokenizer.encode(prompt, add_bos=True, add_eos=False)
     ids = ids or [tokenizer.eos_id]
@@ -38,7 +36,7 @@ def generate(saved: SavedModel, prompt: str, tokens: int, temperature: float, to
         # The model has learned positions below seq_len only.
         window = torch.tensor([ids[-saved.recipe.training.seq_len :]])
         positions = torch.arange(window.shape[1]).unsqueeze(0)
-        logits = saved.logits(titan.batch(window), titan.batch(positions)).flatten(0, -2)
+        logits = saved.logits(window, positions).flatten(0, -2)
         logits = logits[-1, : tokenizer.get_vocab_size()].cpu()
         if top_k > 0:
             least = logits.topk(min(top_k, len(logits))).values[-1]

@@ -21,6 +21,13 @@ class Removed(NamedTuple):
 
 OPTIONS: Mapping[str, Removed] = MappingProxyType(
     {
+        **{
+            f"machine.{rate}": Removed(None, "was removed: write the rates into a file, and name it in machine.file")
+            for rate in (
+                *("tflops", "tflops_float32", "memory_gb", "launch_us"),
+                *("node_gb", "node_latency_us", "network_gb", "network_latency_us"),
+            )
+        },
         "muon.expert.split_over": Removed(
             1,
             "was removed: it let several ranks orthogonalize slices of a matrix; leave it out, and one rank "
@@ -64,6 +71,16 @@ VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
     }
 )
 """Removed values of options, each with a problem."""
+
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "completion": "was removed; --help TABLE lists the keys of a table",
+        "html": "was removed; the plan is text, and --json FILE has it as numbers",
+        "suggest": "was removed, because its model ranked layouts that no cluster had measured; compare some by "
+        "--compare KEY=A,B, or take the layout of a shipped recipe",
+    }
+)
+"""Removed flags of train.py, each with a problem."""
 
 
 def refuse_removed(names: Iterable[str]) -> None:

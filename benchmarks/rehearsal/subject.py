@@ -13,7 +13,6 @@ from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
-from titan_muon.titan.torchtitan.installed import titan
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class NoData:
     shape: tuple[int, int] = (0, 0)
 
     def build(self, **kwargs: Any) -> NoData:
-        seq_len, sequences = titan.loader_size(kwargs)
-        return NoData((sequences, seq_len))
+        return NoData((kwargs["local_batch_size"], kwargs["seq_len"]))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -45,7 +43,7 @@ class NoData:
         while True:
             zeros = torch.zeros(self.shape, dtype=torch.int64)
             positions = torch.arange(self.shape[1]).expand(self.shape).contiguous()
-            yield {"input": titan.batch(zeros), "positions": titan.batch(positions)}, titan.batch(zeros.clone())
+            yield {"input": zeros, "positions": positions}, zeros.clone()
 
 
 def without_files(recipe: Recipe) -> Recipe:
@@ -79,5 +77,5 @@ def tokens_for_each_rank(trainer: MuonTrainer) -> int:
     layers = [layer.moe for layer in trainer.model_config.layers if getattr(layer, "moe", None) is not None]
     if not layers:
         return 0
-    tokens = config.budget.sequences * config.budget.seq_len // trainer.parallel_dims.tp
+    tokens = config.training.local_batch_size * config.training.seq_len // trainer.parallel_dims.tp
     return tokens * layers[0].router.top_k // ranks

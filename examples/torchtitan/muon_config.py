@@ -29,10 +29,8 @@ from titan_muon.titan.data.tokenizers import tokenizer_config
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.model.parallelize import wrap_parallelize
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.torchtitan.installed import titan
-from titan_muon.titan.torchtitan.interface import Budget
 
-BUDGET = Budget(seq_len=256, sequences=4, microbatch=4, global_sequences=-1)
+SEQ_LEN, SEQUENCES = 256, 4
 DATA = Data(source="python", tokenizer="bytes")
 
 
@@ -41,7 +39,7 @@ def qwen3_moe() -> Trainer.Config:
     spec = qwen3.build("moe_tiny", vocab_size=None)
     # FlexAttention has no backward on a CPU, and gloo no PREMUL_SUM.
     use_attention(spec.model, "auto", ON_CPU)
-    spec = replace(spec, parallelize_fn=wrap_parallelize(spec.parallelize_fn, BUDGET.seq_len))
+    spec = replace(spec, parallelize_fn=wrap_parallelize(spec.parallelize_fn, SEQ_LEN))
     return Trainer.Config(
         model_spec=spec,
         tokenizer=tokenizer_config(DATA),
@@ -49,7 +47,7 @@ def qwen3_moe() -> Trainer.Config:
         # In place of default_adamw(lr=8e-4).
         optimizer=HybridOptimizers.Config(tables={"muon": {"lr": 2e-3}, "adamw": {"lr": 8e-4}}),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-        training=TrainingConfig(steps=10, disable_cuda_graphs=True, **titan.training_keys(BUDGET)),
+        training=TrainingConfig(steps=10, seq_len=SEQ_LEN, local_batch_size=SEQUENCES, disable_cuda_graphs=True),
         parallelism=ParallelismConfig(spmd_backend=compat.spmd_backend("auto")),
         loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
         metrics=MetricsProcessor.Config(log_freq=1),

@@ -15,7 +15,7 @@ from titan_muon.titan.run_folder import LATEST, METRICS, PLACE, RunFolder
 
 SEEDS = frozenset({"debug.seed", "data.seed"})
 """Keys with different values in the runs of a setting."""
-PICTURE, PAGE = "compare.png", "compare.html"
+PICTURE = "compare.png"
 MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
 LOSS_FIELDS = tuple((loss, name) for loss in LOSSES for name in (loss, f"seconds.{loss}"))
@@ -76,7 +76,7 @@ class RunRecord:
 
 def _is_no_run(path: Path) -> bool:
     """Whether `path` is a file beside the runs or an empty run; the shell's `runs/recipe/*` matches both."""
-    if path.is_file() and (path.name in (LATEST, PICTURE, PAGE) or path.suffix == ".log"):
+    if path.is_file() and (path.name in (LATEST, PICTURE) or path.suffix == ".log"):
         return True
     empty = path.is_dir() and (path.parent / LATEST).is_file() and not (path / METRICS).is_file()
     if empty:

@@ -20,7 +20,6 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from saved.saved_model import SavedModel
 from titan_muon.titan.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer
 from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.torchtitan.installed import titan
 
 MARKS = ("<|begin|>", "<|end|>")
 """Texts of the opening and the closing mark of `data.tokenizer` "bytes" and "bpe"."""
@@ -91,7 +90,7 @@ def hf_config(model: Any, name: str) -> dict[str, Any]:
         "rms_norm_eps": eps.pop(),
         "tie_word_embeddings": model.enable_weight_tying,
         "attention_bias": False,
-        "max_position_embeddings": titan.longest_sequence(attention.rope),
+        "max_position_embeddings": getattr(attention.rope, "max_seq_len", None),
         "rope_theta": attention.rope.theta,
     }
     if dense is not None:

@@ -43,7 +43,7 @@ class SavedModel:
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Scores of the next token, shape (*batch, vocabulary), for int64 ids and positions, each a `titan.batch`.
+        """Scores of the next token, shape (*batch, vocabulary), for int64 ids and positions, each (sequences, seq_len).
 
         A position of 0 begins a document; attention does not cross documents.
         """

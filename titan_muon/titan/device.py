@@ -31,11 +31,6 @@ def on_accelerator() -> bool:
     return this_device() != "cpu"
 
 
-def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of a GPU, or None."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
 @contextmanager
 def planning_for(device: str) -> Iterator[None]:
     """Context of a dry run for a type of device, present or not."""

@@ -29,7 +29,6 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} scripts/evaluate.py {{run}} --sequences 1": r"step 2: held-out loss .* tokens",
     f"{PYTHON} scripts/export.py {{run}} {{out}}/exported --drop-expert-bias": r"step 2 of .* is in .*exported",
     # Each needs more than ten seconds for its smallest case.
-    f"{PYTHON} scripts/finetune.py --help": r".*\S",
     f"{PYTHON} scripts/soak.py --help": r".*\S",
     f"{PYTHON} scripts/plan_experts.py --help": r".*\S",
     f"{PYTHON} scripts/plan_scale.py --help": r".*\S",

@@ -14,7 +14,6 @@ from tests.dist.harness import run_ranks
 from titan_muon.titan.data.loader import dataloader_config
 from titan_muon.titan.data.tokenizers import ByteTokenizer, tokenizer_config
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.torchtitan.installed import titan
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ class _Failing(ByteTokenizer):
 
 
 def _build(tokenizer: ByteTokenizer, data: Data):
-    shape = {"dp_world_size": 1, "dp_rank": 0, **titan.loader_keys(seq_len=32, sequences=2)}
+    shape = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 32, "local_batch_size": 2}
     return dataloader_config(data).build(tokenizer=tokenizer, **shape)
 
 

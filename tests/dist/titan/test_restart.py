@@ -63,15 +63,16 @@ def test_a_restart_continues_the_run_from_the_newest_checkpoint(tmp_path: Path) 
     assert list(tiny.records(folder, "loss")) == list(range(1, 7))
 
 
-# Slack for a busy machine, mostly for torchrun's exit: 6 s on an idle machine, and 8 s on two cores with eight other
-# processes.
-BUSY_SECONDS = 3
+TORCHRUN_SECONDS = 30
+"""From SIGTERM to SIGKILL."""
+BUSY_SECONDS = 15
+"""Slack for a busy machine, mostly for torchrun's exit."""
 TIMEOUT_SECONDS = 5
 
 
 @pytest.mark.slow
 def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
-    """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the timeout, and one line names the rank."""
+    """With a rank in SIGSTOP torchrun ends the job: it waits 30 s for the stopped process. One line names the rank."""
     words = ("--validator.enable=false", f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}", "--training.steps=500")
     words += ("--lr_scheduler.total_steps=500", "--muon.expert.ns_dtype=float32")
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *words)
@@ -89,5 +90,5 @@ def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
     lines = [line for line in shown.splitlines() if "gives no sign of life" in line]
     assert len(lines) == 1, shown
     assert f"rank 1 (process {stopped} on " in lines[0]
-    limit = TIMEOUT_SECONDS + 5 + BUSY_SECONDS
+    limit = TIMEOUT_SECONDS + TORCHRUN_SECONDS + BUSY_SECONDS
     assert seconds < limit, f"the job ended after {seconds:.1f} s:\n{shown}"

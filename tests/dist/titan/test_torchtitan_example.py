@@ -29,20 +29,17 @@ LAYOUTS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {
 
 def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tuple[str, ...]) -> list[str]:
     """The lines that the rank logs."""
-    from titan_muon.titan.torchtitan.installed import titan
-    from titan_muon.titan.torchtitan.interface import Budget
 
     real = files._python_files()
     files._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
     shrink_experts()
     sequences = SEQUENCES // data_ranks
-    budget = Budget(seq_len=64, sequences=sequences, microbatch=sequences, global_sequences=-1)
     lines: list[str] = []
     # Not a handler, because TorchTitan's start removes them.
     logging.getLogger().addFilter(lambda record: lines.append(record.getMessage()) is None)
     sys.path.insert(0, str(EXAMPLE))
     sys.argv = ["launch.py", "--module", "muon_config", "--config", "qwen3_moe", f"--dump_folder={folder}", *options]
-    sys.argv += [f"--training.{key}={value}" for key, value in titan.training_keys(budget).items()]
+    sys.argv += ["--training.seq_len=64", f"--training.local_batch_size={sequences}"]
     sys.argv += [f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"]
     sys.argv += [f"--checkpoint.interval={HALF}", "--metrics.disable_color_printing"]
     runpy.run_path(str(EXAMPLE / "launch.py"), run_name="__main__")

@@ -143,8 +143,6 @@ def one_rank(trained: Callable[..., Curves]) -> Callable[[str], Curves]:
 def layout_marks(name: str) -> list[pytest.MarkDecorator]:
     if LAYOUTS[name][2].get("parallelism.pipeline_parallel_degree"):
         return [tiny.needs_torch_for("parallelism.pipeline_parallel_degree")]
-    if LAYOUTS[name][2].get("parallelism.context_parallel_degree") and compat.recipe_version() == "main":
-        return [tiny.needs_torch_for("parallelism.spmd_backend")]
     return [] if name in ("fsdp2_tp2", "owned") else [pytest.mark.slow]
 
 

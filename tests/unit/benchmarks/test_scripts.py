@@ -1,9 +1,5 @@
-"""Scripts on small cases: sweeps, a soak test, finetuning, and a job of SLURM."""
+"""Scripts on small cases: sweeps, a soak test, and a job of SLURM."""
 
-import fcntl
-import itertools
-import json
-import math
 import os
 import shutil
 import subprocess
@@ -17,10 +13,8 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import sweep  # noqa: E402
-from compare import sweep_report  # noqa: E402
-from compare.sweep_report import Header, Result  # noqa: E402
 
-from scripts import finetune, soak  # noqa: E402
+from scripts import soak  # noqa: E402
 from tests import tiny  # noqa: E402
 
 DENSE, MOE = (str(ROOT / f"configs/{name}.toml") for name in ("llama_muon", "qwen_moe_muon"))
@@ -81,84 +75,27 @@ def test_a_bad_sweep_is_refused_before_the_first_run(
 
 @pytest.mark.slow
 def test_a_sweep_continues_after_a_divergence_and_resumes(
-    tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = [DENSE, "muon.lr=1e30,1e-3", "training.seed=1", "--out", str(tmp_path / "out"), *small]
+    arguments = [DENSE, "muon.lr=1e30,1e-3,2e-3", "training.seed=1", *small]
     assert sweep.main(arguments) == 1
-    assert "[1/2] llama_muon muon.lr=1e30 training.seed=1: failed: " in capsys.readouterr().out
-    diverged, finished = json.loads((tmp_path / "out/sweep.json").read_text())["results"]
-    assert "Lower the learning rates" in diverged["error"]
-    assert (finished["error"], finished["tokens"], list(finished["val_loss"])) == (None, 256, ["4"])
-    assert 0 < finished["optimizer_seconds"] < finished["step_seconds"]
-    page = (tmp_path / "out/sweep.md").read_text()
-    assert "| llama_muon | 1e30 | 0, 1 failed | - | - | - |" in page
-    assert f"| llama_muon | 1e-3 | 1 | **{finished['val_loss']['4']:.3f}** |" in page
-
-    trained: list[str] = []
-    train = sweep.train
-    monkeypatch.setattr(sweep, "train", lambda run, *others: trained.append(run.name) or train(run, *others))
-    assert sweep.main(arguments) == 1
-    assert (trained, capsys.readouterr().out.count("in the report before")) == ([], 1)
+    shown = capfd.readouterr()
+    assert "[1/3] llama_muon muon.lr=1e30 training.seed=1: failed with exit code 1" in shown.err
+    assert "## Held-out loss" in shown.out or "## Validation loss" in shown.out, "the table of compare_runs"
 
     # Cut off after the checkpoint of step 2.
-    run = sweep.plan([DENSE], arguments[1:3], small, 1)[1]
-    folder = run.folder()
+    run, other = sweep.plan([DENSE], arguments[1:3], small, 1)[1:]
+    folder = run.finished()
     assert folder is not None
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
-    os.rename(folder / "checkpoint/step-4", folder / "cut-off")
-    os.rename(tmp_path / "out", tmp_path / "before")
-    assert sweep.main(arguments) == 1
-    assert "was interrupted in" in capsys.readouterr().out
-    assert trained == [run.name]
+    shutil.rmtree(folder / "checkpoint/step-4")
+    assert run.finished() is None
+    assert sweep.main([DENSE, "muon.lr=1e-3,2e-3", *arguments[2:]]) == 0
+    assert f"{other.name}: finished before in" in capfd.readouterr().out
+    assert run.finished() == folder
     assert (folder / "metrics.jsonl").read_text().count('"loss"') == 4
-    assert json.loads((tmp_path / "out/sweep.json").read_text())["results"][1]["val_loss"] == finished["val_loss"]
-
-    # Data of a finished run is as good as its folder, but not for a recipe with another value.
-    shutil.rmtree(tmp_path / "runs")
-    trained.clear()
-    assert sweep.main([DENSE, "muon.lr=1e-3", "training.seed=1", *arguments[3:]]) == 0
-    assert trained == []
-    assert sweep.main([DENSE, "muon.lr=1e-3", "training.seed=2", *arguments[3:]]) == 0
-    assert len(trained) == 1
-
-
-def test_a_run_trained_by_a_second_sweep_is_skipped(
-    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run,) = sweep.plan([DENSE], ["muon.lr=1"], small, 1)
-    run.log.parent.mkdir(parents=True)
-    with run.log.open("w") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        assert sweep.main([DENSE, "muon.lr=1", "--out", str(tmp_path / "out"), *small]) == 1
-    assert f"muon.lr=1: failed: another process trains this run ({run.log})" in capsys.readouterr().out
-
-
-def results(recipe: str, best: float) -> list[Result]:
-    """Two seeds at three rates; the loss is least at the rate `best`."""
-    found = []
-    for rate, seed in itertools.product((1e-3, 1e-2, 1e-1), (0, 1)):
-        losses = {step: 3 / step + abs(math.log10(rate / best)) + 0.1 * seed for step in range(5, 21, 5)}
-        keys = {"muon.lr": str(rate)}, {"training.seed": str(seed)}
-        found.append(Result(recipe, {}, *keys, None, 8, 0.1 + 0.02 * seed, losses, losses))
-    return found
-
-
-def test_a_report_has_means_over_seeds_and_the_best_rate_of_every_recipe(tmp_path: Path) -> None:
-    header = Header("python scripts/sweep.py", "2026-01-01", "abc", "2.13.0", "x86_64, 2 CPU cores", 12, 1)
-    text = sweep_report.write_report(tmp_path, header, [*results("a", 1e-2), *results("b", 1e-1)])
-    assert "| a | 0.01 | 2 | **0.200 ± 0.071** | 0.200 ± 0.071 | 0.110 ± 0.014 |" in text
-    assert "| b | 0.1 | 2 | **0.200 ± 0.071** |" in text
-    assert text.count("**") == 4
-    assert (tmp_path / "sweep.png").is_file()
-
-
-def test_a_damaged_report_of_a_sweep_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sweep.json"
-    file.write_text('{"results": [{"recipe": ')
-    assert sweep_report.finished_results(tmp_path) == []
-    assert f"warning: {file} is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -186,14 +123,6 @@ def test_different_losses_memory_growth_and_exit_codes_are_problems_of_a_soak() 
     assert ended == "the killed run ended with exit code 1"
     assert differ.startswith("1 of 400 losses differ, the first in step 7")
     assert grows.startswith("memory grows by")
-
-
-def test_finetuning_compares_every_pair_of_optimizers(tmp_path: Path) -> None:
-    small = {"pretrain_steps": 8, "finetune_steps": 3, "seeds": 1, "rates": (1e-3,), "dim": 32, "batch": 4}
-    rows = finetune.main(finetune.Arguments(tmp_path, **small))["rows"]
-    assert len(rows) == len({(row["pretrain"], row["finetune"]) for row in rows}) == 4
-    assert all(row["help"] < row["help_before"] for row in rows)
-    assert "| adamw | muon | 0.001 |" in (tmp_path / "finetune.md").read_text()
 
 
 def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,6 @@ def _run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.skipif(compat.recipe_version() == "main", reason="the main branch has no version of its own")
 def test_torchtitan_is_the_version_of_the_workarounds() -> None:
     assert metadata.version("torchtitan") == compat.TORCHTITAN_VERSION
 

@@ -1,1 +1,1 @@
-"""Checks of a run: equal ranks, the right data, sound loss and gradient norms."""
+"""Checks of a run: equal ranks, the right data, finite gradient norms."""

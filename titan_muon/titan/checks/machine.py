@@ -2,12 +2,8 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.tokenizers import check_tokenizer_folder
-from titan_muon.titan.device import compute_capability
-from titan_muon.titan.model.quantization import check_blackwell, check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.schema import values
 from titan_muon.titan.torchtitan import compat
@@ -23,9 +19,6 @@ def check_machine(recipe: Recipe) -> None:
     """Raise RecipeError for options without support on this machine's device, and as `data_problems`."""
     if compat.install():
         refuse_on_cpu(recipe)
-    capability, amd = compute_capability(), torch.version.hip is not None
-    check_float8(recipe.float8, capability, amd=amd, torchao=has_torchao())
-    check_blackwell(recipe, capability, amd=amd)
     for problem in data_problems(recipe):
         raise problem
 

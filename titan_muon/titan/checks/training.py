@@ -1,17 +1,15 @@
 """The checks of a training run, called by the trainer."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from titan_muon.comm.clip import NormCheck
 from titan_muon.tensors.device import is_host
 from titan_muon.tensors.names import canonical_fqn, listed
-from titan_muon.titan.checks.curve import Curve, Report
 from titan_muon.titan.checks.experts import ExpertLoads
 from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair, gather
 from titan_muon.titan.data.loader import NOT_COUNTED
@@ -33,9 +31,7 @@ ADVICE = "Lower the learning rates, warm up for longer, or continue from an earl
 
 
 class TrainingChecks:
-    """Compares ranks and watches norms, the curve and experts. Returns warnings, raises faults on all ranks.
-
-    `sound_until`: last step before training began to look wrong on a rank; None while training looks right.
+    """Compares ranks and watches norms and experts. Returns warnings, raises faults on all ranks.
 
     Args:
         names: this rank's parameters, in the order of the local norms.
@@ -47,7 +43,6 @@ class TrainingChecks:
     def __init__(
         self,
         names: Sequence[str],
-        optimizers: Iterable[Optimizer],
         parts: Sequence[nn.Module],
         device: torch.device,
         *,
@@ -60,38 +55,14 @@ class TrainingChecks:
         self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self.tolerates_nonfinite = data_rank, tolerates_nonfinite
-        self._optimizers = list(optimizers)
-        self.begin(None, [], 0)
-        self._place, self._stale, self._crc, self._wrong_tokens = (UNKNOWN, UNKNOWN), 0, 0, 0
+        self.begin(None)
+        self._place, self._crc, self._wrong_tokens = (UNKNOWN, UNKNOWN), 0, 0
         self._same_data_named = False
         self.tokens: dict[str, list[int]] = {}
-        self.sound_until: int | None = None
-        for index, optimizer in enumerate(self._optimizers):
-            optimizer.register_step_post_hook(lambda *_, index=index: self._count(index))
 
-    def _count(self, index: int) -> None:
-        self._optimizer_steps[index] += 1
-
-    def _adamw_counters(self) -> dict[Tensor, float]:
-        """AdamW's step counters by parameter. The host waits for counters on a device."""
-        counters: dict[Tensor, float] = {}
-        for optimizer in self._optimizers:
-            # States of other optimizers may have any `step`.
-            if isinstance(optimizer, torch.optim.AdamW) and optimizer.state:
-                steps = [state["step"] for state in optimizer.state.values()]
-                values = torch.stack([step.to(steps[0].device) for step in steps]).tolist()
-                counters |= zip(optimizer.state, values, strict=True)
-        return counters
-
-    def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report], step: int) -> None:
-        """`group`: all ranks on gloo, None for a single process. `earlier`: reports of the run until now.
-
-        `step`: last step before training.
-        """
-        self._group, self._curve = group, Curve(earlier)
-        # Now, because PyTorch takes a step to create optimizer states before a checkpoint is loaded.
-        self._begin_report(step)
-        self._counters = self._adamw_counters()
+    def begin(self, group: dist.ProcessGroup | None) -> None:
+        """`group`: all ranks on gloo, None for a single process."""
+        self._group = group
 
     def begin_step(self, *, reported: bool, counted: bool, place: tuple[int, int]) -> None:
         """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.
@@ -106,15 +77,10 @@ class TrainingChecks:
                 f"{listed(changed)}: requires_grad changed after the start of training; freeze and thaw parameters on "
                 "all ranks, before the optimizers are made"
             )
-        self._steps += 1
         if counted:
             self.experts.begin_step()
         if reported:
-            self._place, self._stale, self._crc, self._wrong_tokens = place, 0, 0, 0
-
-    def before_backward(self, parameters: Iterable[Tensor]) -> None:
-        """Count leftover gradients, before the first backward of a reported step."""
-        self._stale = sum(parameter.grad is not None for parameter in parameters)
+            self._place, self._crc, self._wrong_tokens = place, 0, 0
 
     def add_batch(self, inputs: Mapping[str, Tensor], labels: Tensor, *, seq_len: int | None) -> None:
         """Take a batch of a reported step. `seq_len`: of `TokenBlock`s; None for another loader's batch."""
@@ -148,32 +114,18 @@ class TrainingChecks:
             return [fault]
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 
-    def report(self, step: int, loss: float, grad_norm: float, *, max_norm: float) -> list[str]:
-        """Warnings of a reported step. Sets `sound_until`. Collective. Raises as `check_reports`."""
-        lines = self._curve.add(Report(step, loss, grad_norm))
-        sound_until, before, self._counters = self._curve.sound_until, self._counters, self._adamw_counters()
+    def report(self, step: int) -> list[str]:
+        """Warnings of a reported step. Collective. Raises as `check_reports`."""
         report = RankReport(
             data_rank=self.data_rank,
             position=self._place[0],
             expected=self._place[1],
             crc=self._crc,
-            max_norm=zlib.crc32(repr(max_norm).encode()),
             wrong_tokens=self._wrong_tokens,
-            lost_steps=step - self._reported - self._steps,
-            fallen_counters=sum(count < before.get(parameter, 0) for parameter, count in self._counters.items()),
-            extra_steps=next((steps - self._steps for steps in self._optimizer_steps if steps != self._steps), 0),
-            stale_gradients=self._stale,
-            sound_until=UNKNOWN if sound_until is None else sound_until,
         )
-        self._begin_report(step)
-        reports = gather(report, self._group)
+        reports, lines = gather(report, self._group), list[str]()
         check_reports(step, reports)
         if not self._same_data_named and (pair := differing_pair(reports, same="crc", field="data_rank")):
             self._same_data_named = True
             lines.append(f"step {step}: ranks {pair[0]} and {pair[1]} trained on the same tokens")
-        latest = max(r.sound_until for r in reports)
-        self.sound_until = None if latest == UNKNOWN else latest
         return [*lines, *self.experts.dead(step, self.tokens)]
-
-    def _begin_report(self, step: int) -> None:
-        self._reported, self._steps, self._optimizer_steps = step, 0, [0] * len(self._optimizers)

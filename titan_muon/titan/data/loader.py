@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_muon.options import plural
 from titan_muon.titan.data.blocks import MixedBlocks, TokenBlock, TokenBlocks
@@ -18,18 +19,19 @@ from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 from titan_muon.titan.recipe.toml import without_password
-from titan_muon.titan.torchtitan.installed import titan
 
 NOT_COUNTED = -100
 """Label without loss, as in PyTorch and TorchTitan."""
 
 
-class PackedDataLoader(titan.Loader):
+class PackedDataLoader(BaseDataLoader):
     """Batches of packed blocks. A step's tokens depend only on the seed and the global batch size."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(titan.Loader.Config):
+    class Config(BaseDataLoader.Config):
         documents: Documents
+        infinite: bool = True
+        """Read epoch after epoch."""
         validation: bool = False
         """Read the held-out documents once, in order, from the start in every iteration."""
         sequences: int = -1
@@ -44,10 +46,10 @@ class PackedDataLoader(titan.Loader):
         dp_world_size: int,
         dp_rank: int,
         tokenizer: DocumentTokenizer,
-        **size: Any,
+        seq_len: int,
+        local_batch_size: int,
     ) -> None:
-        """`size`: as `titan.loader_keys`. Raises RecipeError if the text is shorter than a block."""
-        seq_len, sequences = titan.loader_size(size)
+        """Raises RecipeError if the text is shorter than a block."""
         documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
         data, held_out = documents.data, config.validation
         numbers = documents.validation if held_out else documents.training
@@ -67,15 +69,15 @@ class PackedDataLoader(titan.Loader):
         self._blocks = MixedBlocks(blocks, data.weights) if mixed else blocks[0]
         self.available = self._blocks.per_epoch
         # Ranks read a single stream in turns, so that a run resumes on any number of ranks.
-        self._batch = sequences
-        self._first = dp_rank * sequences
-        self._stride = dp_world_size * sequences
+        self._batch = local_batch_size
+        self._first = dp_rank * local_batch_size
+        self._stride = dp_world_size * local_batch_size
         self._read = 0
         self._rewinds = held_out
         self._documents = documents
         # End of the single pass; None: endless epochs.
         self._end: int | None = None
-        if held_out or not config.endless:
+        if held_out or not config.infinite:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
         # Equal on every rank, so that none waits in a collective for ever. Filler blocks pad the last batches.
         whole = math.lcm(self._stride, config.multiple)
@@ -86,7 +88,7 @@ class PackedDataLoader(titan.Loader):
         self._tokens = corpus.tokens
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """({"input", "positions"}, labels), each an int64 `titan.batch`; pinned with CUDA."""
+        """({"input", "positions"}, labels), each int64 (sequences, seq_len); pinned with CUDA."""
         if self._rewinds:
             self._read = 0
         while self.batches is None or self._read < self.batches * self._stride:
@@ -140,7 +142,7 @@ class PackedDataLoader(titan.Loader):
     def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         blocks = [self._block(number) for number in numbers]
         arrays = (np.stack(part) for part in zip(*blocks, strict=True))
-        inputs, labels, positions = (titan.batch(torch.from_numpy(array)) for array in arrays)
+        inputs, labels, positions = map(torch.from_numpy, arrays)
         if pins_batches():
             inputs, labels, positions = (tensor.pin_memory() for tensor in (inputs, labels, positions))
         return {"input": inputs, "positions": positions}, labels
@@ -179,7 +181,16 @@ def _text_loader_config(data: Data, *, validation: bool) -> Any:
         raise RecipeError(
             f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
         )
-    return titan.text_loader_config(data, name)
+    from titan_muon.titan.torchtitan.hf_text import HFTextLoader
+
+    return HFTextLoader.Config(
+        dataset=name,
+        dataset_path=data.dataset_path,
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        persistent_workers=data.persistent_workers,
+        pin_memory=data.pin_memory,
+    )
 
 
 def bytes_per_token(config: Any, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:

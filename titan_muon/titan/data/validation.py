@@ -9,7 +9,6 @@ from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 
 from titan_muon.titan.data.loader import PackedDataLoader
-from titan_muon.titan.torchtitan.installed import titan
 
 
 class HeldOutValidator(Validator):
@@ -29,7 +28,7 @@ class HeldOutValidator(Validator):
         limited = copy(config)
         limited.steps = max(config.steps, 1)
         super().__init__(limited, **kwargs)
-        at_once = self.dp_world_size * titan.validated_sequences(self)
+        at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
         self.config.steps = -(-sequences // at_once)
@@ -44,7 +43,8 @@ class HeldOutValidator(Validator):
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,
             tokenizer=self.tokenizer,
-            **titan.loader_keys(seq_len=self.seq_len, sequences=titan.validated_sequences(self)),
+            seq_len=self.seq_len,
+            local_batch_size=self.local_batch_size,
         )
         assert isinstance(loader, PackedDataLoader), "a configuration builds its loader"
         if sequences > loader.available:

@@ -16,7 +16,6 @@ from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import named_parameters_of
 from titan_muon.assignment.optimizer_set import OptimizerSet
-from titan_muon.assignment.rules import Assignment
 from titan_muon.dry_run.memory import muon_of
 from titan_muon.dry_run.model import PlannedModel, plan_of
 from titan_muon.tensors.process_groups import fake_world
@@ -27,11 +26,9 @@ from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.titan.recipe.degrees import check_layout
-from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
-from titan_muon.titan.torchtitan.installed import titan
 
 MICROBATCHES = 8
 
@@ -75,17 +72,6 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
 
 
-def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
-    """Size and parameters of the recipe's model, whatever its degrees. Raises as `build_meta_model`."""
-    alone = Parallelism(spmd_backend=recipe.parallelism.spmd_backend)
-    placement = replace(recipe.placement, replicas=None, tp_pieces="peers")
-    recipe = replace(recipe, parallelism=alone, placement=placement)
-    with _recipe_errors(), planning_for("cuda"), fake_world(1, 0):
-        config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
-        parts, size = _sharded_parts(config, 1)
-        return size, _optimizers(config, parts).whole
-
-
 @contextmanager
 def _recipe_errors() -> Iterator[None]:
     try:
@@ -113,7 +99,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
-    size = _model_size(spec.model, model, config.budget.seq_len)
+    size = _model_size(spec.model, model, config.training.seq_len)
     options: dict[str, Any] = {
         "parallel_dims": parallel_dims,
         "training": config.training,
@@ -131,9 +117,8 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
     # Enough microbatches for any schedule: the recipe's batch may not fit.
     calls = MICROBATCHES * parallel_dims.pp
-    budget = replace(config.budget, sequences=config.budget.microbatch * calls)
-    options["training"] = replace(config.training, **titan.training_keys(budget))
-    options["parallelism"] = replace(config.parallelism, **titan.pipeline_keys(budget))
+    sequences = config.parallelism.pipeline_parallel_microbatch_size * calls
+    options["training"] = replace(config.training, local_batch_size=sequences)
     _, parts, _, _ = spec.pipelining_fn(
         model,
         device=torch.device("meta"),

@@ -14,7 +14,6 @@ from titan_muon.dry_run import lines
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import data_problems
 from titan_muon.titan.device import passes_dtype
-from titan_muon.titan.dry_run.page import page_text
 from titan_muon.titan.dry_run.stages import StageReport, dry_run, is_for_this_machine
 from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
@@ -50,9 +49,7 @@ def report(command: Command) -> None:
     for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if command.json is not None:
-        write("--json", command.json, _json_text(parts))
-    if command.html is not None:
-        write("--html", command.html, page_text(parts, recipe))
+        _write("--json", command.json, _json_text(parts))
 
 
 def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:
@@ -72,7 +69,7 @@ def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[st
     yield from lines.memory_lines(part.estimate, full=full)
 
 
-def write(flag: str, path: str, text: str) -> None:
+def _write(flag: str, path: str, text: str) -> None:
     """Write a file of the command line's `flag`. Raises RecipeError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -100,8 +97,7 @@ def _document(part: StageReport) -> dict[str, object]:
             "fits": verdict.fits,
             "peak_bytes": verdict.peak,
             "capacity_bytes": verdict.capacity,
-            "modelled_step_seconds": verdict.seconds,
-            "modelled_muon_seconds": verdict.muon + verdict.others,
+            "modelled_muon_seconds": verdict.optimizers,
             "modelled_adamw_seconds": verdict.adamw,
             "overhead_over_adamw": verdict.overhead,
             "overhead_in_one_pass": verdict.overhead_in_one_pass,

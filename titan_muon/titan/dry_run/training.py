@@ -1,4 +1,4 @@
-"""Estimates a training step without the optimizer: time and memory of forward and backward."""
+"""Forward and backward of a dry run: memory of a rank, and seconds of the matrix products."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783).
 """
 LOGIT_BYTES = 10
 """Bytes per logit at the peak: bfloat16, a float32 copy, and a float32 gradient."""
-RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0, "memory_budget": 0.5}
-"""Share of forward's products that backward recomputes."""
 STACK = 3
 """Dims of a stack of experts."""
 ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight")
@@ -35,7 +33,7 @@ ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight
 class ModelSize(NamedTuple):
     """Size of a model besides shapes."""
 
-    token_flops: int  # of forward and backward per token, by TorchTitan's count, without recomputation
+    token_flops: int  # per token, by TorchTitan's count: 6 for each parameter that the token visits, and attention
     vocabulary: int  # rows of the head
     routed: float  # share of the experts that a token visits
 
@@ -55,19 +53,12 @@ class PassMemory:
 
 @dataclass(frozen=True)
 class Training:
-    """Estimate of forward and backward in a step on a rank. Times in seconds."""
+    """Forward and backward in a step on a rank."""
 
     passes: int
     tokens: int  # over all ranks
-    compute: float  # matrix products
-    fsdp: float  # collectives of FSDP, overlapped with `compute`
-    tensor: float  # exposed collectives of tensor parallelism
-    experts: float  # exposed collectives of expert parallelism
+    seconds: float  # of the matrix products, without recomputation, bubbles and communication
     memory: PassMemory
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute, self.fsdp) + self.tensor + self.experts
 
 
 class Passes:
@@ -81,13 +72,11 @@ class Passes:
         self, recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment], device: str = "cuda"
     ) -> None:
         degrees, training = recipe.parallelism, recipe.training
-        self.recipe, self.size = recipe, size
-        self.replicas = degrees.data_parallel_replicate_degree
+        self.recipe, self.size, self.world = recipe, size, world
         self.tensor = degrees.tensor_parallel_degree
         self.experts = degrees.expert_parallel_degree
         self.stages = degrees.pipeline_parallel_degree
         data, context = data_ranks(recipe, world), degrees.context_parallel_degree
-        self.shards = data // self.replicas * context
         local = local_batch_size(recipe, world)
         self.passes = 1 if training.global_batch_size == -1 else max(1, training.global_batch_size // (local * data))
         self.all_tokens = local * data * self.passes * training.seq_len
@@ -110,22 +99,9 @@ class Passes:
         self.vocabulary = [a for a in stage if len(a.shape) == 2 and size.vocabulary in a.shape]
 
     def estimate(self, machine: MachineRates) -> Training:
-        pipelined = 1 + (self.stages - 1) / self.microbatches
-        recomputed = 1 + RECOMPUTED[self.recipe.activation_checkpoint.mode] / 3
-        flops = self.size.token_flops * self.tokens * self.passes * recomputed / (self.tensor * self.stages)
-        # Sequence parallelism: two gathers and two reductions per layer, in each direction.
-        tensor = sum(8 * _width(layer) * count for layer, count in self.layers)
-        # All-to-alls to the experts and back, in each direction.
-        experts = sum(self._routed_elements(layer) * count for layer, count in self.layers)
-        return Training(
-            passes=self.passes,
-            tokens=self.all_tokens,
-            compute=flops / (machine.flops["bfloat16"] * TRAINING_SHARE) * pipelined,
-            fsdp=self._fsdp_seconds(machine),
-            tensor=self._exchange_seconds(machine, self.tensor, tensor),
-            experts=self._exchange_seconds(machine, self.experts, experts),
-            memory=self.memory(),
-        )
+        flops = self.size.token_flops * self.all_tokens / self.world
+        seconds = flops / (machine.flops["bfloat16"] * TRAINING_SHARE)
+        return Training(self.passes, self.all_tokens, seconds, self.memory())
 
     def memory(self) -> PassMemory:
         # Under 1F1B the first stage holds a microbatch per stage.
@@ -177,53 +153,12 @@ class Passes:
         # Pipeline stages sum gradients of all microbatches before the reduction.
         return kept * self.gathered_bytes + (whole * self.reduced_bytes if self.stages > 1 else 0.0)
 
-    @property
-    def stored(self) -> float:
-        """Elements of a rank's shards."""
-        return sum(self._unsharded(shape) / self._fsdp(shape)[1] * count for shape, count in self.shapes.items())
-
     def _unsharded(self, shape: tuple[int, ...]) -> float:
         """Elements of a parameter after FSDP's all-gather."""
         return prod(shape) / (self.experts if len(shape) == STACK else self.tensor)
-
-    def _fsdp(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Distance and number of the FSDP ranks of a parameter."""
-        # TP and EP ranks are neighbours, so FSDP ranks are that many ranks apart.
-        if len(shape) == STACK:
-            return self.experts, max(1, self.shards * self.tensor // self.experts)
-        return self.tensor, self.shards
-
-    def _fsdp_seconds(self, machine: MachineRates) -> float:
-        gathers = 1
-        if self.reshards:
-            # 1F1B does not reshard after backward, so each later forward finds the parameters of the backward before.
-            gathers = 2 if self.stages == 1 else 1 + self.microbatches
-        total = 0.0
-        for shape, count in self.shapes.items():
-            apart, shards = self._fsdp(shape)
-            elements = self._unsharded(shape) * count
-            sent = elements * (shards - 1) / shards * (gathers * self.gathered_bytes + self.reduced_bytes)
-            total += sent / _bandwidth(machine, shards * apart)
-            ring = 2 * (self.replicas - 1) / self.replicas * elements / shards * self.reduced_bytes
-            total += ring / machine.network.bandwidth
-        return total * self.passes
-
-    def _routed_elements(self, layer: Sequence[Assignment]) -> float:
-        stacks = [a for a in layer if len(a.shape) == STACK]
-        return 4 / self.tensor * self.size.routed * stacks[0].shape[0] * _width(layer) if stacks else 0.0
-
-    def _exchange_seconds(self, machine: MachineRates, ranks: int, elements: float) -> float:
-        """Seconds in which `ranks` neighbours exchange `elements` of each token in bfloat16."""
-        sent = 2 * self.tokens * self.passes * elements * (ranks - 1) / ranks
-        return sent / _bandwidth(machine, ranks)
 
 
 def _width(layer: Sequence[Assignment]) -> int:
     """Width of the residual stream: the most common side."""
     sides = [side for a in layer for side in dict.fromkeys(a.shape[-2:])]
     return max(sides, key=lambda side: (sides.count(side), -side))
-
-
-def _bandwidth(machine: MachineRates, ranks: int) -> float:
-    """Bytes per second between `ranks` neighbours."""
-    return (machine.node if ranks <= machine.ranks_per_node else machine.network).bandwidth

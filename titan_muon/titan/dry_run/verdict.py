@@ -15,6 +15,7 @@ from titan_muon.titan.dry_run.training import TRAINING_SHARE, Passes, Training
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import degrees_in_use
 
+MOST_OVERHEAD = 1.0
 MEMORY_ERROR = 0.1
 """Assumed relative error of the memory estimate."""
 EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical")
@@ -22,7 +23,7 @@ EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Estimate of a training step on the fullest rank, in seconds and bytes."""
+    """Estimate of the optimizers' step and of memory on the fullest rank, in seconds and bytes."""
 
     training: Training  # forward and backward
     muon: float  # Muon's step on the device or the host, whichever takes longer
@@ -33,18 +34,14 @@ class Verdict:
     capacity: int  # of a GPU; 0 on a CPU
 
     @property
-    def seconds(self) -> float:
-        return self.training.seconds + self.muon + self.others
-
-    @property
-    def adamw_seconds(self) -> float:
-        """Seconds of a step with AdamW for all parameters."""
-        return self.training.seconds + self.adamw
+    def optimizers(self) -> float:
+        """Seconds of the optimizers' step."""
+        return self.muon + self.others
 
     @property
     def overhead(self) -> float:
-        """Relative increase of the step time over AdamW for all parameters."""
-        return self.seconds / self.adamw_seconds - 1
+        """What Muon's step takes beyond AdamW's, relative to the products of forward and backward with AdamW's step."""
+        return self._extra / (self.training.seconds + self.adamw)
 
     @property
     def overhead_in_one_pass(self) -> float:
@@ -59,7 +56,7 @@ class Verdict:
 
     @property
     def _extra(self) -> float:
-        return self.muon + self.others - self.adamw
+        return self.optimizers - self.adamw
 
     @property
     def in_passes(self) -> int:
@@ -112,44 +109,29 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
 
 
 def verdict_lines(verdict: Verdict, meta: MetaModel, machine: MachineRates) -> Iterator[str]:
-    """Lines on memory, the time of a training step, and Muon's share."""
+    """Lines on memory, and on Muon's step beside AdamW's."""
     low, high = ERROR
     yield f"estimate for {plural(meta.world_size, 'rank')} of {machine.name}: modelled, not measured"
     yield from _memory_lines(verdict)
-    training = verdict.training
-    yield (
-        f"  training step   {_ms(verdict.seconds)} ({_ms(low * verdict.seconds)} to {_ms(high * verdict.seconds)}) for "
-        f"{training.tokens:,} tokens in {plural(training.passes, 'pass')}: products {_ms(training.compute)} "
-        f"at {100 * TRAINING_SHARE:.0f} % of {machine.flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
-    )
-    exchanges = {
-        "FSDP beside the products": training.fsdp,
-        "tensor parallelism": training.tensor,
-        "expert parallelism": training.experts,
-    }
-    if text := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in exchanges.items() if seconds):
-        yield f"                  {text}"
-    if training.fsdp > training.compute:
-        yield "                  FSDP takes longer than the products: --suggest searches faster layouts"
+    training, extra = verdict.training, verdict.optimizers - verdict.adamw
+    more = f" ({_ms(low * extra)} to {_ms(high * extra)} more)" if extra > 0 else ""
+    step, adamw = _ms(verdict.optimizers), _ms(verdict.adamw)
+    yield f"  Muon            a step takes {step}, and with AdamW for all parameters {adamw}{more}"
     if verdict.capacity == 0:
-        # A CPU orthogonalizes slowly beside its memory, so the percentage says nothing about GPUs.
-        yield (
-            f"  Muon            a step takes {_ms(verdict.seconds)} with Muon, {_ms(verdict.adamw_seconds)} with AdamW "
-            "(modelled on a CPU; --device cuda compares GPUs)"
-        )
+        # A CPU orthogonalizes slowly beside its memory, so a percentage says nothing about GPUs.
+        yield "                  modelled on a CPU; --device cuda compares GPUs"
         return
-    percent = 100 * verdict.overhead
-    band = f"{low * percent:,.2f} to {high * percent:,.2f} %" if percent > 0 else "within the error"
-    yield (
-        f"  Muon            {percent:,.2f} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
-        f"instead of {_ms(verdict.adamw)}"
+    products = (
+        f"the products of {training.tokens:,} tokens in {plural(training.passes, 'pass')}, {_ms(training.seconds)} at "
+        f"{100 * TRAINING_SHARE:.0f} % of {machine.flops['bfloat16'] / 1e12:,.0f} TFLOP/s"
     )
+    if verdict.overhead > MOST_OVERHEAD:
+        yield f"                  longer than {products}: the model or its batch is too small for a share"
+        return
+    yield f"                  {100 * max(0.0, verdict.overhead):,.2f} % over {products}"
     passes = verdict.passes_below_one_percent
     below = f"from {passes * training.tokens // training.passes:,} tokens ({plural(passes, 'pass')})"
-    yield (
-        f"                  {100 * verdict.overhead_in_one_pass:,.2f} % in a step of one pass; at most 1 % "
-        f"{below if passes > 1 else 'in every batch'}"
-    )
+    yield f"                  at most 1 % {below if passes > 1 else 'in every batch'}"
 
 
 def memory_parts(verdict: Verdict) -> dict[str, int]:
@@ -178,7 +160,7 @@ def _memory_lines(verdict: Verdict) -> Iterable[str]:
     if text := ", ".join(shown):
         yield f"                  GiB: {text}"
     if not verdict.fits:
-        yield "                  --suggest lists layouts that fit; training.enable_cpu_offload = true needs less memory"
+        yield "                  more ranks, or training.enable_cpu_offload = true, need less memory on each"
 
 
 def _gib(size: float) -> str:

@@ -1,9 +1,7 @@
-"""Names late ranks and ends hanging processes. A thread of every rank reports progress to the store."""
+"""Names late ranks. A thread of every rank reports progress to the store."""
 
 import json
-import math
 import os
-import signal
 import socket
 import sys
 import threading
@@ -11,7 +9,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -24,7 +21,7 @@ BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
 """Share of the time-out until late ranks are named, before a collective raises."""
 GRACE_SECONDS = 2.0
-"""Time for the process to raise its own, more informative error first."""
+"""Time for torch to raise its own, more informative error first."""
 FAILED = "failed"
 
 
@@ -42,7 +39,7 @@ class Heartbeat:
 class Watchdog:
     """Context in which this rank reports progress and looks for late ranks.
 
-    After an internal error the threads go on, because processes may hang. Time-outs of collectives in seconds:
+    After an internal error the thread goes on, because processes may hang. Time-outs of collectives in seconds:
     `first_timeout` until the end of the first step.
     """
 
@@ -52,18 +49,14 @@ class Watchdog:
         self._rank, self._world_size = rank, world_size
         self._first_timeout, self._timeout = first_timeout, timeout
         self._stage, self._beat, self._named_stage = 0, 0, -1
-        self._advanced = self._reported = time.monotonic()
-        self._failing, self._done, self._peer_failed = False, False, math.inf
-        self._parent = os.getppid()
+        self._advanced = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._guard = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         if self._world_size > 1:
             self._report()
             self._thread.start()
-            self._guard.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -71,17 +64,12 @@ class Watchdog:
             return
         # Raised by every rank.
         of_all_ranks = isinstance(error, RecipeError | FloatingPointError | RunFault)
-        if error is not None:
-            self._failing = True
+        if error is not None and not of_all_ranks:
             with suppress(RuntimeError):
-                self._name_first_failure(of_all_ranks)
-                if not of_all_ranks:
-                    self._end_silent()
-            if not of_all_ranks:
-                return
+                self._name_first_failure()
+            return
         self._closed.set()
         self._thread.join()
-        self._guard.join()
         with suppress(RuntimeError):
             self._send(replace(self._heartbeat(), ended=True))
 
@@ -90,10 +78,6 @@ class Watchdog:
         self._stage += 1
         self._advanced = time.monotonic()
 
-    def finish(self) -> None:
-        """Report the end of training: from now on a lost store is no fault."""
-        self._done = True
-
     @property
     def timeout(self) -> float:
         return self._first_timeout if self._stage < 2 else self._timeout
@@ -101,9 +85,6 @@ class Watchdog:
     @property
     def _interval(self) -> float:
         return min(LONGEST_INTERVAL, INTERVAL_SHARE * self.timeout)
-
-    def _is_overdue(self, since: float) -> bool:
-        return time.monotonic() - since > self.timeout + GRACE_SECONDS
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(socket.gethostname(), os.getpid(), self._stage, self._beat)
@@ -114,55 +95,20 @@ class Watchdog:
     def _report(self) -> None:
         self._beat += 1
         self._send(self._heartbeat())
-        self._reported = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._interval):
-            try:
+        # Without the store, collectives name their own failure.
+        with suppress(RuntimeError):
+            while not self._closed.wait(self._interval):
                 self._report()
                 if time.monotonic() - self._advanced > NAMING_SHARE * self.timeout and self._named_stage != self._stage:
                     self._named_stage = self._stage
                     self._name_late_ranks()
-                peers_are_gone = self._is_overdue(self._advanced) and self._end_silent()
-                if peers_are_gone or self._keep_running_after_failure():
-                    self._end("its peers are gone")
-            except RuntimeError:
-                self._end_without_store()
-                return
 
-    def _end(self, reason: str) -> None:
-        print_error(f"rank {self._rank} ends: {reason}")
-        os._exit(1)
-
-    def _end_without_store(self) -> None:
-        """End this process: under torchrun, whose launcher has the store, after the step with a checkpoint.
-
-        Otherwise the store belongs to a rank, and collectives would wait in vain.
-        """
-        if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:
-            return
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
-            print_error(f"rank {self._rank}: {who} is gone; training ends after this step")
-            os.kill(os.getpid(), signal.SIGTERM)
-            while not self._is_overdue(self._advanced):
-                if self._closed.wait(self._interval):
-                    return
-        self._end("the process with the job's store is gone")
-
-    def _watch_store(self) -> None:
-        """End this process if neither the store nor the main thread answers within the time-out."""
-        while not self._closed.wait(self._interval):
-            late = self._is_overdue(self._reported) and self._is_overdue(self._advanced)
-            if late and self._thread.is_alive() and not self._done:
-                store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
-                waited = f"for {self.timeout + GRACE_SECONDS:.0f} s; its process is stopped, or the network is cut"
-                self._end(f"no answer from the job's store on {store} {waited}")
-
-    def _name_first_failure(self, of_all_ranks: bool) -> None:
+    def _name_first_failure(self) -> None:
         if self._store.add("failures", 1) == 1:
             self._store.set(FAILED, str(self._rank))
-        elif not of_all_ranks:
+        else:
             first = self._store.get(FAILED).decode()
             print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
@@ -176,52 +122,16 @@ class Watchdog:
             # Other ranks must see this rank alive.
             self._report()
         now = self._heartbeats(range(self._world_size))
-        silent = {rank: now[rank].beat for rank, beat in before.items() if beat == now[rank] and not beat.ended}
-        self._store.set(self._silent_key, json.dumps([*silent.items()]))
+        silent = {rank for rank, beat in before.items() if beat == now[rank] and not beat.ended}
         late = late_ranks(now, silent, self._world_size)
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
             print_error(f"no progress for {time.monotonic() - self._advanced:.0f} s: {late}")
 
-    def _keep_running_after_failure(self) -> bool:
-        """Whether this rank still runs some time after the failure of a peer."""
-        if self._failing or not self._store.check([FAILED]):
-            return False
-        # Otherwise this rank takes the launcher's SIGTERM for a stop request, and the launcher waits half a minute.
-        self._peer_failed = min(self._peer_failed, time.monotonic())
-        return time.monotonic() - self._peer_failed > GRACE_SECONDS
-
-    @property
-    def _silent_key(self) -> str:
-        return f"silent-{self._stage}"
-
-    def _end_silent(self) -> bool:
-        """Kill this host's silent processes. Returns whether any host has silent ranks."""
-        if not self._store.check([self._silent_key]):
-            return False
-        beats = dict(json.loads(self._store.get(self._silent_key)))
-        silent = [heartbeat for rank, heartbeat in self._heartbeats(beats).items() if heartbeat.beat == beats[rank]]
-        for heartbeat in silent:
-            # A stopped process ignores SIGTERM.
-            if heartbeat.host == socket.gethostname() and is_sibling(heartbeat.pid):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(heartbeat.pid, signal.SIGKILL)
-        return bool(silent)
-
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         keys = {rank: f"rank-{rank}" for rank in ranks}
         sent = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
         return {rank: Heartbeat(*json.loads(heartbeat)) for rank, heartbeat in sent.items()}
-
-
-def is_sibling(pid: int) -> bool:
-    """Whether this process's launcher also started process `pid`."""
-    # Containers may share a host name, and `pid` may be another process here.
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return False
-    return int(fields[1]) == os.getppid()
 
 
 def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], world_size: int) -> str:

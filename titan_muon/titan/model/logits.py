@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torchtitan.distributed.compile import maybe_regional_inductor
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
-from titan_muon.titan.model.attention import DenseMaskAttention
-from titan_muon.titan.torchtitan.installed import titan
+from titan_muon.titan.model.attention import DenseMaskAttention, HeadsFirstAttention
 
 OutTransform = Callable[[Tensor, Tensor], Tensor]
 
@@ -69,7 +68,7 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         return logits.softmax(-1) @ v
 
 
-class ObservedFlexAttention(LogitObserver, titan.HeadsFirstAttention):
+class ObservedFlexAttention(LogitObserver, HeadsFirstAttention):
     """FlexAttention with the kernel's largest logits recorded."""
 
     @dataclass(kw_only=True, slots=True)
@@ -100,7 +99,7 @@ class ObservedVarlenAttention(LogitObserver, VarlenAttention):
 
     def forward(self, *qkv: Tensor, out_transform: OutTransform | None = None, **options: Any) -> Tensor:
         def kept(out: Tensor, lse: Tensor) -> Tensor:
-            self.keep(titan.lse_heads_first(lse))
+            self.keep(lse.transpose(1, 2))
             return out if out_transform is None else out_transform(out, lse)
 
         return super().forward(*qkv, out_transform=kept, **options)

@@ -20,7 +20,7 @@ from titan_muon.titan.recipe.schema import keys, unknown, values
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, read_file, value_text
 
-FOR_TRAINING = ("config", "dry_run", "quiet", "completion")
+FOR_TRAINING = ("config", "dry_run", "quiet")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
 """`--compare training.seed=...` sets both seeds."""
 
@@ -56,7 +56,6 @@ SHORT_HELP = """train.py --config RECIPE [--TABLE.KEY VALUE ...]
   --dry-run             print the recipe's plan and stop; needs neither torchrun nor a GPU
   --world-size N        with --dry-run: ranks to plan for
   --compare KEY=A,B     with --dry-run: a table of alternatives
-  --suggest             with --dry-run and --world-size: the fastest layouts that fit
   --quiet               print errors, warnings and the summary at the end only
   --help TABLE          every key of a table, with its meaning
   --help all            all {count} keys and all flags, with their meanings
@@ -90,15 +89,7 @@ class Options:
     compare: tuple[str, ...] = ()
     """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
 
-    suggest: bool | str = False
-    """With dry_run and world_size: search the fastest layouts that fit. With a file: write the first as a recipe."""
-
     quiet: bool = False  # Print errors, warnings and the summary at the end only.
-
-    completion: Literal["bash", "zsh", "tcsh"] | None = None
-    """Print a script that completes flags of `titan-muon` in this shell, and stop."""
-
-    html: str | None = None  # With dry_run: file for a page with verdict, timeline, parameters and recipe.
 
 
 @dataclass(frozen=True)
@@ -134,8 +125,6 @@ def parse(argv: Sequence[str]) -> Command:
     options, overrides = read_options(Options, [word for word in argv if word not in {*HELP, *asked}])
     if options.config is not None:
         options = replace(options, config=_file(options.config))
-    if options.completion is not None:
-        print_flags(Command, Command(), "titan-muon", shell=options.completion)
     known = [*keys(Options), *keys(Recipe)]
     for key, entry in read_flags(overrides).items():
         if key not in known:
@@ -240,17 +229,14 @@ def _check(options: Options) -> None:
         if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
             flag = option.name.replace("_", "-")
             raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
-    if options.suggest is not False and options.world_size is None:
-        raise RecipeError("command line: --suggest needs the number of GPUs; add --world-size N.")
-    printed = ("compare", "suggest", "json", "html", "full", "verbose")
-    given = [name for name in printed if getattr(options, name) not in (None, False, ())]
-    if given[:1] in (["compare"], ["suggest"]) and len(given) > 1:
-        raise RecipeError(f"command line: --{given[0]} prints a table only; leave out --{given[1]}.")
-    for name in ("json", "html"):
-        if (file := getattr(options, name)) is not None and not Path(file).absolute().parent.is_dir():
-            folder = Path(file).parent
-            raise RecipeError(
-                f"command line: --{name} {file}: there is no folder {folder}; make it, or name another file."
-            )
+    printed = ("json", "full", "verbose")
+    given = [name for name in printed if getattr(options, name) not in (None, False)]
+    if options.compare and given:
+        raise RecipeError(f"command line: --compare prints a table only; leave out --{given[0]}.")
+    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
+        folder = Path(options.json).parent
+        raise RecipeError(
+            f"command line: --json {options.json}: there is no folder {folder}; make it, or name another file."
+        )
     if options.quiet and options.dry_run:
         raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")

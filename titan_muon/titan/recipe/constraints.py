@@ -81,18 +81,6 @@ def _training(r: Recipe) -> Violations:
     if r.compile.enable_async_tensor_parallel and not (compiles_the_model(r) and degrees.tensor_parallel_degree > 1):
         needed = 'compile.enable = true, "model" in compile.components and tensor parallelism'
         yield "compile.enable_async_tensor_parallel", f"true only with {needed}"
-    float8 = r.float8
-    if float8.emulate and (not float8.linear or float8.experts or compiles_the_model(r)):
-        # torch.compile does not support emulated products; experts have no emulation.
-        needed = "float8.linear = true, float8.experts = false and a model that is not compiled"
-        yield "float8.emulate", f"true only with {needed}"
-    # A converter replaces all chosen layers.
-    if r.mxfp8.linear and float8.linear:
-        yield "mxfp8.linear", "false only, because float8.linear = true"
-    if r.mxfp8.experts and float8.experts:
-        yield "mxfp8.experts", "false only, because float8.experts = true"
-    if r.nvfp4.linear and (float8.linear or r.mxfp8.linear):
-        yield "nvfp4.linear", "true only with float8.linear = false and mxfp8.linear = false"
     profiler = r.profiler
     if profiler.enable_profiling and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active:
         # TorchTitan asserts this without the key, after the model is built.

@@ -12,7 +12,7 @@ from typing import Any
 from titan_muon.options import Expert
 from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags
-from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, moved, values
+from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values, without_removed
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
 from titan_muon.titan.recipe.toml import (
     Entry,
@@ -35,12 +35,12 @@ def load(
 ) -> Recipe:
     """Recipe of a TOML file, its bases and `--section.key value` overrides.
 
-    `notice` gets a line for each adjusted value. `saved`: a run wrote the file, perhaps of an earlier version. Raises
+    `notice` gets a line for each adjusted value. `saved`: a run wrote the file, perhaps of 0.2.0. Raises
     RecipeError for an invalid recipe.
     """
     file = Path(path)
     written, flags = read_layers(file), with_data_source(read_flags(overrides))
-    layers = [*map(moved, written), flags] if saved else [*written, flags]
+    layers = [*map(without_removed, written), flags] if saved else [*written, flags]
     entries = {"name": Entry(file.stem, str(file))} | _merged(layers)
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _build(entries, str(file))

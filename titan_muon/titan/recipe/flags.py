@@ -1,4 +1,4 @@
-"""Flags of the command line, and their help and completion by tyro."""
+"""Flags of the command line, and their help by tyro."""
 
 import dataclasses
 import types
@@ -48,18 +48,13 @@ def _written(name: str, words: Any) -> list[str]:
     return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
 
 
-def print_flags(
-    schema: type, default: Any, prog: str, description: str | None = None, shell: str | None = None
-) -> NoReturn:
-    """Print the flags of `schema` with docstrings and the values of `default`, and exit.
-
-    `shell`: print a script instead that completes the flags in this shell.
-    """
+def print_flags(schema: type, default: Any, prog: str, description: str | None = None) -> NoReturn:
+    """Print the flags of `schema` with docstrings and the values of `default`, and exit."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_flag)
     tyro.cli(
         schema,
-        args=["--help"] if shell is None else ["--tyro-print-completion", shell],
+        args=["--help"],
         prog=prog,
         description=description,
         default=default,

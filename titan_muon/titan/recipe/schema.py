@@ -9,7 +9,6 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,7 +17,6 @@ from titan_muon import removed
 from titan_muon.options import EXPERT, OTHER_NAMES
 from titan_muon.ranges import MAY_CHANGE, MayChange
 from titan_muon.titan.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
-from titan_muon.titan.recipe.torchtitan_sections import DEGREES
 
 T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
@@ -26,29 +24,14 @@ BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 MEANT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("lr", "learning_rate"), "muon.lr"),
-        **dict.fromkeys(("mu", "muon.beta1"), "muon.momentum"),
-        **dict.fromkeys(("beta1", "betas"), "adamw.betas"),
-        **dict.fromkeys(("wd", "weight_decay"), "muon.weight_decay"),
-        **dict.fromkeys(("batch_size", "bs", "batch"), "training.global_batch_size"),
-        **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "training.local_batch_size"),
-        **dict.fromkeys(("max_steps", "num_steps", "iterations", "epochs"), "training.steps"),
-        **dict.fromkeys(("seq_length", "sequence_length", "block_size", "context_length"), "training.seq_len"),
-        **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "training.max_norm"),
-        **{name: f"parallelism.{key}" for name, key in DEGREES.items()},
-        **dict.fromkeys(("dp", "dp_shard"), "parallelism.data_parallel_shard_degree"),
-        "dp_replicate": "parallelism.data_parallel_replicate_degree",
-        **dict.fromkeys(("seed", "random_seed"), "debug.seed"),
-        **dict.fromkeys(("optimizer.name", "optim"), "optimizer.rule"),
-        "muon.rule": "muon.algorithm",
-        **dict.fromkeys(("wandb",), "metrics.enable_wandb"),
-        **dict.fromkeys(("resume", "resume_from"), "checkpoint.load"),
-        **dict.fromkeys(
-            (
-                *("tflops", "tflops_float32", "memory_gb", "launch_us"),
-                *("node_gb", "node_latency_us", "network_gb", "network_latency_us"),
-            ),
-            "machine.file",
-        ),
+        "beta1": "muon.momentum",
+        "wd": "muon.weight_decay",
+        "batch_size": "training.global_batch_size",
+        "max_steps": "training.steps",
+        "seed": "debug.seed",
+        "tp": "parallelism.tensor_parallel_degree",
+        "ep": "parallelism.expert_parallel_degree",
+        "resume": "checkpoint.load",
     }
 )
 """Keys by names that users try: a whole key, or its last part. Letters would suggest other keys."""
@@ -66,16 +49,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "debug.check_replicas": "debug.check_replicas_freq",
     }
 )
-"""Keys by their names in earlier versions."""
-MOVED_VALUES: Mapping[tuple[str, object], str] = MappingProxyType(
-    {
-        ("muon.missing_grad", "skip"): "skip_missing",
-        ("muon.nonfinite", "skip"): "skip_step",
-        ("muon.owners", "everyone"): "all_gather",
-        ("muon.owners", "balanced"): "all_to_all",
-    }
-)
-"""Values of moved keys that have other names."""
+"""Keys by their names before 0.2.0, for the line of a refusal."""
 # In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
@@ -185,7 +159,8 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
         nested = get_origin(get_args(kind)[0]) is tuple
         if isinstance(items, list) and (not nested or (items and all(isinstance(item, list) for item in items))):
             return items
-        if len(words) == 1 and not nested and not re.search(r"[\[{]", words[0]):
+        # `--compare KEY=A,B` has its own commas.
+        if len(words) == 1 and not nested and not re.search(r"[\[{]|^[\w.+]+=", words[0]):
             words = Words(words[0].split(","))
         return [Words((word,)) for word in words]
     if kind is bool and not words:
@@ -277,20 +252,10 @@ def refuse(source: str, key: str, value: object, accepted: str, choices: Sequenc
     return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
 
 
-def moved(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries of a recipe that an earlier version wrote, by today's keys."""
-    result: dict[str, Entry] = {}
-    for key, entry in entries.items():
-        gone = removed.OPTIONS.get(key)
-        if gone is not None and entry.value == gone.default:
-            continue
-        new, value = MOVED.get(key, key), _moved_value(key, entry.value)
-        # Two keys became one.
-        if new in result and {result[new].value, value} == {"skip_missing", "skip_step"}:
-            value = "skip_step"
-        if new not in result or value != "error":
-            result[new] = replace(entry, value=value)
-    return result
+def without_removed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of a recipe that a run wrote, without removed keys whose value had no effect."""
+    gone = removed.OPTIONS
+    return {key: entry for key, entry in entries.items() if key not in gone or entry.value != gone[key].default}
 
 
 def _word(value: object) -> object:
@@ -298,20 +263,19 @@ def _word(value: object) -> object:
     return value[0] if isinstance(value, Words) and len(value) == 1 else value
 
 
-def _moved_value(key: str, value: object) -> object:
-    word = _word(value)
-    return MOVED_VALUES.get((key, word), value) if isinstance(word, str) else value
-
-
 def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:
     """Error for an unknown key, with a suggestion, or with the new line of a moved key."""
     table, _, _ = key.rpartition(".")
     if gone := removed.OPTIONS.get(key):
         return RecipeError(f"{source}: {key} {gone.problem}.")
+    if key in removed.FLAGS and source == "command line":
+        return RecipeError(f"{source}: --{key.replace('_', '-')} {removed.FLAGS[key]}.")
     if MOVED.get(key) in known:
         new, _, leaf = MOVED[key].rpartition(".")
         setting = key if value == () else f"{key} = {_shown(value)}"
-        line = f"[{new}] {leaf} = {_shown(_moved_value(key, value)) if value != () else '...'}"
+        # Another name may have other values.
+        same = value != () and key.rpartition(".")[2] == leaf
+        line = f"[{new}] {leaf} = {_shown(value) if same else '...'}"
         return RecipeError(f"{source}: {setting} has moved; write {line} (flag --{MOVED[key]}).")
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]

@@ -150,9 +150,6 @@ class RunCheckpoints(CheckpointManager):
         folder = Path(self.folder)
         steps = saved_steps(folder)
         kept = set(steps[: self.keep_latest_k])
-        sound_until = self.states["train_state"].checks.sound_until
-        if sound_until is not None:
-            kept.update([step for step in steps if step <= sound_until][:1])
         stale = [folder / f"step-{step}" for step in steps if step not in kept]
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
         stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]

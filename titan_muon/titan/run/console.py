@@ -9,7 +9,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from titan_muon.tensors.process_groups import default_store
-from titan_muon.titan.launch.endings import record_end
 
 NOISE = (
     *("[GC]", "Peak FLOPS", "CPU capacity", "CPU memory usage", "Building ", "Optimizer ", "Model ", "Applied "),
@@ -49,12 +48,9 @@ def print_on_rank0(text: str) -> None:
         show(text)
 
 
-def print_error_once(error: Exception, *, final_code: int | None = None) -> None:
-    """Print an error of every rank once. `final_code`: exit code of an ending that torchrun must not restart."""
-    first = _is_first("errors")
-    if final_code is not None:
-        record_end(str(error), final_code, first=first)
-    if first:
+def print_error_once(error: Exception) -> None:
+    """Print an error of every rank once."""
+    if _is_first("errors"):
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 

@@ -70,11 +70,8 @@ def run(recipe: Recipe, config: str, *, typed: tuple[str, ...] = (), quiet: bool
         train(recipe, typed, lasting)
     except RecipeError as error:
         code = 2
-        print_error_once(with_source(error, config, recipe), final_code=code)
-    except FloatingPointError as error:
-        code = 1
-        print_error_once(error, final_code=code)
-    except RunFault as error:
+        print_error_once(with_source(error, config, recipe))
+    except (FloatingPointError, RunFault) as error:
         code = 1
         print_error_once(error)
     except Exception:
@@ -133,7 +130,6 @@ def train(recipe: Recipe, typed: tuple[str, ...] = (), lasting: dist.Store | Non
             if trainer.step < trainer.config.training.steps:
                 with stop:
                     trainer.train()
-            watchdog.finish()
         finally:
             trainer.close()
     return run.folder
@@ -178,8 +174,8 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
         return error
     where = traceback.extract_tb(error.__traceback__)[-1]
     refused = f"(refused at {where.filename}:{where.lineno})"
-    # TorchTitan raises these for bad configurations, without a key.
-    if isinstance(error, ValueError | NotImplementedError):
+    # TorchTitan raises these for bad configurations and missing packages, without a key.
+    if isinstance(error, ValueError | NotImplementedError | ImportError):
         return RecipeError(f"{error} {refused}")
     if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
         return None
@@ -276,9 +272,8 @@ def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
             f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
         )
         return
-    budget = trainer.config.budget
-    sequences = budget.sequences * dims.dp_replicate * dims.dp_shard * passes
-    tokens = sequences * budget.seq_len
+    sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
+    tokens = sequences * training.seq_len
     if isinstance(trainer.dataloader, PackedDataLoader):
         for line in trainer.dataloader.describe(left, sequences):
             print_on_rank0(line)

@@ -17,7 +17,6 @@ from titan_muon.clip import GradientClip
 from titan_muon.comm.clip import NormCheck
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import HybridOptimizers
-from titan_muon.titan.checks.curve import reports_of
 from titan_muon.titan.checks.ranks import UNKNOWN
 from titan_muon.titan.checks.training import ADVICE, TrainingChecks
 from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
@@ -33,10 +32,7 @@ from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import print_on_rank0, show
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.signals import StopSignals
-from titan_muon.titan.run_folder import RunFolder
 from titan_muon.titan.torchtitan import compat
-from titan_muon.titan.torchtitan.installed import titan
-from titan_muon.titan.torchtitan.interface import Budget
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 LARGEST_WEIGHT = 1e6
@@ -55,7 +51,6 @@ class MuonTrainer(Trainer):
         monitor: MonitorSection = field(default_factory=MonitorSection)
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         check_replicas_freq: int = 0
-        budget: Budget = field(kw_only=True)
         stop: StopSignals = field(default_factory=StopSignals)
 
     config: Config
@@ -75,7 +70,7 @@ class MuonTrainer(Trainer):
         self.bytes_per_token: float | None = None
         if config.validator.enable:
             data = self.validator.dl_config
-            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.budget.seq_len)
+            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
         self.timers = {name: Stopwatch(self.device) for name in ("data", "forward_backward", "clip", "optimizer")}
         self.qk_clip = build_qk_clip(
             config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device
@@ -107,7 +102,6 @@ class MuonTrainer(Trainer):
         token_mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
         return TrainingChecks(
             [names[parameter] for parameter in self.clip.parameters],
-            self.optimizers.optimizers,
             self.model_parts,
             self.device,
             data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
@@ -160,15 +154,10 @@ class MuonTrainer(Trainer):
             print_on_rank0(f"next: titan-muon sample {run} (write text), evaluate (loss) or export (Hugging Face)")
 
     def _begin_checks(self) -> None:
-        records = RunFolder(self.config.dump_folder).records(self.step, lambda line: None)
-        self.checks.begin(self.stop.group, reports_of(records), self.step)
-        counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
-        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.excluded
-        if is_loaded and counts and max(counts) == 0:
-            self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
+        self.checks.begin(self.stop.group)
         if not isinstance(self.dataloader, PackedDataLoader):
             return
-        start = self.dataloader.blocks * self.config.budget.seq_len - self.tokens
+        start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
         excluded = {"dataloader", "train_state"} & set(self.config.checkpoint.excluded)
         if self.step == 0 or excluded:
             self.data_start = start
@@ -182,8 +171,11 @@ class MuonTrainer(Trainer):
     def _place(self) -> tuple[int, int]:
         if not isinstance(self.dataloader, PackedDataLoader):
             return UNKNOWN, UNKNOWN
-        first = (self.tokens + self.data_start) // self.config.budget.seq_len
-        batch = self.config.budget.microbatch
+        first = (self.tokens + self.data_start) // self.config.training.seq_len
+        parallelism = self.config.parallelism
+        # A pipeline cuts a pass.
+        piped = parallelism.pipeline_parallel_degree > 1
+        batch = parallelism.pipeline_parallel_microbatch_size if piped else self.config.training.local_batch_size
         return self.dataloader.position, first + self.checks.data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
@@ -200,11 +192,10 @@ class MuonTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
         self.metrics_processor.begin_step()
-        self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
         self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
-        with compat.clipping_by(self._clip_gradients), titan.reporting_every_loss():
+        with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
         self._report()
         if self.monitored:
@@ -224,15 +215,11 @@ class MuonTrainer(Trainer):
             with self.timers["data"]:
                 batch = next(batches)
             if self.reported:
-                self.checks.add_batch(*batch, seq_len=self.config.budget.seq_len if packed else None)
+                self.checks.add_batch(*batch, seq_len=self.config.training.seq_len if packed else None)
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
         """TorchTitan's forward and backward."""
-        # CUDA graphs keep gradients and clear them in place.
-        if self.passes == 0 and self.reported and self.config.training.disable_cuda_graphs:
-            self.checks.before_backward(self.clip.parameters)
-        self.passes += 1
         with self.timers["forward_backward"]:
             return super().forward_backward_step(**microbatches)
 
@@ -324,4 +311,4 @@ class MuonTrainer(Trainer):
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
                 f"on. {ADVICE}"
             )
-        self._warn(self.checks.report(self.step, loss, grad_norm, max_norm=self.clip.max_norm))
+        self._warn(self.checks.report(self.step))

@@ -34,11 +34,6 @@ from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run_folder import RunFolder
 from titan_muon.titan.torchtitan import compat
-from titan_muon.titan.torchtitan.installed import titan
-from titan_muon.titan.torchtitan.interface import Budget
-
-BATCH_KEYS = ["seq_len", "local_batch_size", "global_batch_size"]
-"""Keys of a recipe with other names in TorchTitan's versions."""
 
 
 def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals | None = None) -> MuonTrainer.Config:
@@ -57,13 +52,12 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
     observe_logits(spec.model, recipe.qk_clip)
     _check_sequences(recipe, spec.model)
     _check_backend(recipe)
-    budget = _budget(recipe, world_size)
     return MuonTrainer.Config(
         stop=stop,
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
         monitor=recipe.monitor,
-        converters=converters(recipe, spec.model),
+        converters=converters(recipe),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_folder("model.hf_assets_path", model.hf_assets_path, "a model's Hugging Face folder") or "",
         dump_folder=run.folder,
@@ -71,9 +65,8 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         dataloader=dataloader_config(recipe.data),
         optimizer=optimizer_config(recipe, whole_model(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
-        training=_training_config(recipe, budget),
-        parallelism=_parallelism_config(recipe, budget, decoder_vocab_size(spec)),
-        budget=budget,
+        training=_training_config(recipe, world_size),
+        parallelism=_parallelism_config(recipe, decoder_vocab_size(spec)),
         checkpoint=_checkpoint_config(recipe, run),
         activation_checkpoint=_activation_checkpoint(recipe.activation_checkpoint),
         compile=_same_keys(CompileConfig, recipe.compile, components=list(recipe.compile.components)),
@@ -98,37 +91,22 @@ def comm_config(recipe: Recipe) -> CommConfig:
     return _same_keys(CommConfig, recipe.comm)
 
 
-def _training_config(recipe: Recipe, budget: Budget) -> TrainingConfig:
+def _training_config(recipe: Recipe, world_size: int) -> TrainingConfig:
     dtype = passes_dtype(recipe.training.mixed_precision_param, this_device())
-    others = {**titan.training_keys(budget), "mixed_precision_param": dtype}
-    return _same_keys(TrainingConfig, recipe.training, without=BATCH_KEYS, **others)
+    batch = local_batch_size(recipe, world_size)
+    return _same_keys(TrainingConfig, recipe.training, local_batch_size=batch, mixed_precision_param=dtype)
 
 
-def _budget(recipe: Recipe, world_size: int) -> Budget:
-    training, degrees = recipe.training, recipe.parallelism
-    sequences = local_batch_size(recipe, world_size)
-    microbatch = degrees.pipeline_parallel_microbatch_size if degrees.pipeline_parallel_degree > 1 else sequences
-    return Budget(
-        seq_len=training.seq_len,
-        sequences=sequences,
-        microbatch=microbatch,
-        global_sequences=training.global_batch_size,
-    )
-
-
-def _parallelism_config(recipe: Recipe, budget: Budget, vocabulary: int) -> ParallelismConfig:
+def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     degrees = recipe.parallelism
     uneven = vocabulary % degrees.tensor_parallel_degree != 0
     backend = compat.spmd_backend(degrees.spmd_backend, owned=owns(recipe), uneven_vocabulary=uneven)
-    titan.check_context_parallel(degrees.context_parallel_degree, backend)
     # TorchTitan takes lists, and an empty string for no path.
     parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
     balancer = degrees.context_parallel_load_balancer
     return _same_keys(
         ParallelismConfig,
         degrees,
-        without=["pipeline_parallel_microbatch_size"],
-        **titan.pipeline_keys(budget),
         spmd_backend=backend,
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
@@ -183,7 +161,7 @@ def _folder(key: str, path: str | None, takes: str) -> str | None:
 
 def _check_sequences(recipe: Recipe, model: Any) -> None:
     # TorchTitan's check names neither the key nor the remedy.
-    length, most = recipe.training.seq_len, titan.longest_sequence(model)
+    length, most = recipe.training.seq_len, getattr(model, "max_seq_len", None)
     if most is not None and length > most:
         raise RecipeError(
             f"training.seq_len = {length} exceeds the {most} positions of model.flavor = {recipe.model.flavor!r}; "

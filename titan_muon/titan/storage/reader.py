@@ -27,7 +27,6 @@ class _Encoding(int):
 
 Allowed = Mapping[tuple[str, str], Any]
 """Objects that a pickle may name, by module and name."""
-PLAIN: Allowed = {("collections", "OrderedDict"): OrderedDict}
 METADATA: Allowed = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{
@@ -83,11 +82,6 @@ def _constructor(value: Any) -> Any:
         return object.__new__(value) if is_dataclass(value) else value(*args)
 
     return type("Constructor", (), {"__new__": make})
-
-
-def plain_pickle(content: bytes) -> Any:
-    """Numbers, texts and containers from a pickle. Raises RefusedError for any other class or function."""
-    return _SafeUnpickler(io.BytesIO(content), PLAIN).load()
 
 
 class SafeReader(FileSystemReader):

@@ -1,1 +1,1 @@
-"""Everything that differs between TorchTitan's versions: an interface, and a module per version."""
+"""Gaps of the installed TorchTitan, its loader of Hugging Face text, and the forms of its optimizer slot."""

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -38,22 +38,17 @@ _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 _ATTENTION = "torchtitan.models.common.attention"
 
 
-def recipe_version() -> Literal["v0_3", "main"]:
-    """Module of this folder for the installed torchtitan, by its module of loaders.
-
-    Raises RecipeError for a torchtitan that recipes do not know.
-    """
-    if _has("torchtitan.components.data"):
-        return "main"
+def check_version() -> None:
+    """Raise RecipeError for a torchtitan that recipes do not know, by its module of loaders."""
     if _has("torchtitan.components.dataloader"):
-        return "v0_3"
+        return
     spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
     folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
     raise RecipeError(
-        f"recipes know torchtitan's release {TORCHTITAN_VERSION} and its main branch of August 2026, and the loaders "
-        f"of the torchtitan in {folder} (version {version}) are those of neither: `pip install --force-reinstall "
-        f"torchtitan=={TORCHTITAN_VERSION}`, or train with torchtitan's own configuration, whose slot `optimizer` "
-        "takes titan_muon.titan.HybridOptimizers.Config() in any version"
+        f"recipes know torchtitan's release {TORCHTITAN_VERSION}, and the torchtitan in {folder} (version {version}) "
+        f"has other loaders: `pip install --force-reinstall torchtitan=={TORCHTITAN_VERSION}`, or train with "
+        "torchtitan's own configuration, whose slot `optimizer` takes titan_muon.titan.HybridOptimizers.Config() in "
+        "any version"
     )
 
 
@@ -272,6 +267,12 @@ def ending_at_once() -> AbstractContextManager[object]:
     trainer = importlib.import_module("torchtitan.trainer")
     without_sleep = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     return patch.object(trainer, "time", without_sleep)
+
+
+def reporting_every_loss() -> AbstractContextManager[object]:
+    """Let the trainer report a non-finite loss too, in this context. Remove when it reports before it raises."""
+    trainer = importlib.import_module("torchtitan.trainer")
+    return patch.object(trainer, "math", types.SimpleNamespace(isfinite=lambda loss: True))
 
 
 def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:

@@ -4,8 +4,6 @@ import json
 from abc import abstractmethod
 from typing import Any
 
-from titan_muon.titan.storage.reader import plain_pickle
-
 
 class PlainState:
     """A loader of Hugging Face text whose `state_dict` holds a text for each data-parallel rank.
@@ -28,11 +26,10 @@ class PlainState:
         return {self._rank_id: json.dumps(self.position()), "world_size": self.ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for a state that is neither JSON nor a pickle of plain data."""
+        """Raises ValueError for a state that is not JSON."""
         saved = state_dict[self._rank_id]
         try:
-            # Earlier versions saved TorchTitan's pickle.
-            position = dict(plain_pickle(saved) if isinstance(saved, bytes) else json.loads(saved))
+            position = dict(json.loads(saved))
             if position.keys() != self.position().keys():
                 raise ValueError("another loader saved it, such as that of another version of TorchTitan")
             self.go_to(position)

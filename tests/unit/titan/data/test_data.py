@@ -28,7 +28,6 @@ from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token, data
 from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer, tokenizer_config, vocab_size
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
-from titan_muon.titan.torchtitan.installed import titan
 
 BOS, EOS, SEQ_LEN = 256, 257, 16
 TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0b\r\n\ttabs", "�", "<s></s><|endoftext|>"]
@@ -51,7 +50,8 @@ def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LE
         dp_world_size=dp,
         dp_rank=rank,
         tokenizer=tokenizer_config(data).build(tokenizer_path="unused"),
-        **titan.loader_keys(seq_len=seq_len, sequences=batch),
+        seq_len=seq_len,
+        local_batch_size=batch,
     )
 
 
@@ -308,15 +308,14 @@ def test_torchtitan_can_end_the_text_and_share_the_corpus(data, monkeypatch):
     """The validator builds a loader at every validation; only the first loader opens the corpus."""
     tokenizer = ByteTokenizer.Config().build()
     config = dataloader_config(data, validation=True)
-    size = titan.loader_keys(seq_len=SEQ_LEN, sequences=1)
+    size = {"seq_len": SEQ_LEN, "local_batch_size": 1}
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, **size}
-    (endless,) = titan.Loader.Config.__annotations__
-    first = take(replace(config, **{endless: True}).build(**kwargs), 100)
+    first = take(replace(config, infinite=True).build(**kwargs), 100)
     monkeypatch.setattr("titan_muon.titan.data.corpus.cached", lambda *args: pytest.fail("opened the cache again"))
-    second = take(replace(config, **{endless: False}).build(**kwargs), 100)
+    second = take(replace(config, infinite=False).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
     monkeypatch.undo()
-    training = build(data, **{endless: False})
+    training = build(data, infinite=False)
     assert len(take(training, 1000)) == training.batches < 1000
 
 

@@ -1,16 +1,9 @@
-"""Models with initial values, and batches of the shape that the installed TorchTitan takes.
-
-Batches are (batch, length, ...), or (tokens, ...).
-"""
+"""Models with initial values, and outputs of their attentions."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from titan_muon.titan.torchtitan.installed import titan
-
-FOLDED = titan.batch(torch.zeros(1, 1)).ndim == 1
 
 
 def initialized(config: Any, seed: int = 0) -> Any:
@@ -24,12 +17,7 @@ def initialized(config: Any, seed: int = 0) -> Any:
     return model
 
 
-def fold(rows: Tensor) -> Tensor:
-    """A batch of (batch, length, ...)."""
-    return rows.flatten(0, 1) if FOLDED else rows
-
-
 def attended(inner: Any, *qkv: Tensor, **options: Any) -> Tensor:
     """Output of an inner attention for queries, keys and values of (batch, length, heads, width)."""
-    out: Tensor = inner(*map(fold, qkv), **options)
+    out: Tensor = inner(*qkv, **options)
     return out.view(*qkv[0].shape[:2], *out.shape[-2:])

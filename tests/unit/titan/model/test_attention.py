@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import models  # noqa: F401 (registers the families)
-from tests.unit.titan.model.batches import attended, fold, initialized
-from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
+from tests.unit.titan.model.batches import attended, initialized
+from titan_muon.titan.model import attention
+from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, dense, share_dense_mask, use_attention
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.torchtitan.installed import titan
-from titan_muon.titan.torchtitan.interface import Chunk
 
 LENGTH = 48
 
@@ -25,7 +24,7 @@ def _positions(*starts: tuple[int, ...]) -> torch.Tensor:
 
 
 def _block_mask(positions: torch.Tensor):
-    return _model().get_attention_masks(fold(positions))
+    return _model().get_attention_masks(positions)
 
 
 def _model() -> torch.nn.Module:
@@ -57,7 +56,7 @@ def test_values_and_gradients_equal_separate_documents(kv_heads, value_dim, scal
         return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
     q, k, v = random(4, 8), random(kv_heads, 8), random(kv_heads, value_dim)
-    mask = DenseMask(titan.chunks(_block_mask(positions)))
+    mask = DenseMask(dense(_block_mask(positions)))
     inner = DenseMaskAttention.Config().build()
     out = attended(inner, q, k, v, attention_masks=mask, scale=scale, enable_gqa=kv_heads != 4)
     expected = _attend_by_hand(q, k, v, positions, scale)
@@ -68,9 +67,8 @@ def test_values_and_gradients_equal_separate_documents(kv_heads, value_dim, scal
 
 
 def test_half_precision_is_rounded_once_after_attention_in_float32() -> None:
-    everything = slice(None)
     allowed = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    mask = DenseMask((Chunk(everything, everything, allowed),))
+    mask = DenseMask(allowed)
     q, k, v = (torch.randn(1, LENGTH, 2, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     attend = DenseMaskAttention.Config().build()
     rounded = attended(attend, q, k, v, attention_masks=mask)
@@ -85,10 +83,10 @@ def test_every_forward_builds_a_single_mask_per_batch() -> None:
     batches = [_positions((0, 7, 40), (0, 20)), _positions((0,), (0, 1))]
 
     def forward(positions: torch.Tensor) -> torch.Tensor:
-        batch, places = fold(tokens), fold(positions)
+        batch, places = tokens, positions
         return model(batch, positions=places, attention_masks=model.get_attention_masks(places))
 
-    with mock.patch.object(titan, "create_mask", wraps=titan.create_mask) as made:
+    with mock.patch.object(attention, "create_mask", wraps=attention.create_mask) as made:
         first, second = forward(batches[0]), forward(batches[1])
         assert made.call_count == 2, "one mask for each forward, whatever the number of layers"
         assert not torch.equal(first, second)

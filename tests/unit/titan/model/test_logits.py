@@ -9,12 +9,11 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 import models  # noqa: F401 (registers the families)
-from tests.unit.titan.model.batches import FOLDED, attended, fold
+from tests.unit.titan.model.batches import attended
 from tests.unit.titan.model.test_attention import LENGTH, _block_mask, _positions
 from titan_muon.titan.model import logits
-from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention
+from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, dense
 from titan_muon.titan.model.logits import ObservedDenseAttention, ObservedFlexAttention, ObservedVarlenAttention
-from titan_muon.titan.torchtitan.installed import titan
 
 STARTS = ((0, 7, 40), (0, 1, 47))
 SCALE = 0.3
@@ -44,7 +43,7 @@ def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def rows_of_kernel(rows: torch.Tensor) -> torch.Tensor:
     """(batch, heads, queries) as a kernel has them: one row of all tokens on a version with folded batches."""
-    return rows.transpose(0, 1).flatten(1)[None] if FOLDED else rows
+    return rows
 
 
 def observer(inner: Any, heads: int = 4) -> Any:
@@ -57,7 +56,7 @@ def test_dense_attention_records_the_maximum_logits_and_keeps_the_output(
     kv_heads: int, value_dim: int, exact: bool
 ) -> None:
     q, k, v = qkv(kv_heads, value_dim)
-    mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
+    mask = DenseMask(dense(_block_mask(_positions(*STARTS))))
     inner = observer(ObservedDenseAttention.Config().build())
     out = attended(inner, q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
     plain = DenseMaskAttention.Config().build()
@@ -86,7 +85,7 @@ def test_flex_attention_records_the_kernels_maximum_logits() -> None:
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_aux: AuxRequest, **options: Any) -> Any:
         asked.append((return_aux, options["scale"], options["enable_gqa"]))
-        assert q.shape[:3] == (1, 4, len(STARTS) * LENGTH) if FOLDED else (len(STARTS), 4, LENGTH)
+        assert q.shape[:3] == (len(STARTS), 4, LENGTH)
         return torch.zeros_like(q), AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
 
     with mock.patch.object(logits.FlexAttention, "compiled_flex_attn", staticmethod(kernel)):
@@ -97,7 +96,7 @@ def test_flex_attention_records_the_kernels_maximum_logits() -> None:
         attended(inner, q, k, v, **arguments, out_transform=keep)
     torch.testing.assert_close(inner.logits_max, scores(q, k).amax((0, 2, 3)))
     assert asked == [(AuxRequest(lse, True), SCALE, True) for lse in (False, True)]
-    assert shapes == [(fold(q).shape, fold(q).shape[:-1])]
+    assert shapes == [(q.shape, q.shape[:-1])]
 
 
 def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
@@ -113,14 +112,14 @@ def test_varlen_attention_records_the_kernels_log_sum_exp() -> None:
         return torch.zeros_like(q), lse.transpose(0, 1).flatten(1)
 
     with mock.patch("torchtitan.models.common.attention.varlen_attn", kernel):
-        masks = create_varlen_metadata_for_document(fold(positions))
+        masks = create_varlen_metadata_for_document(positions)
         out = attended(inner, q, k, v, attention_masks=masks, scale=SCALE, enable_gqa=True)
     assert out.shape == q.shape
     torch.testing.assert_close(inner.logits_max, lse.amax((0, 2)))
 
 
 def test_several_passes_record_the_maximum_and_validation_records_none() -> None:
-    mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
+    mask = DenseMask(dense(_block_mask(_positions(*STARTS))))
     inner = observer(ObservedDenseAttention.Config().build())
     q, k, v = qkv(4, 6)
     with torch.no_grad():
@@ -137,6 +136,6 @@ def test_logits_are_kept_in_a_nonpersistent_buffer_if_there_is_one() -> None:
     assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
     assert inner.state_dict() == {}
     q, k, v = qkv(4, 8)
-    mask = DenseMask(titan.chunks(_block_mask(_positions(*STARTS))))
+    mask = DenseMask(dense(_block_mask(_positions(*STARTS))))
     out = attended(ObservedDenseAttention.Config().build(), q, k, v, attention_masks=mask, scale=SCALE)
     assert out.shape == q.shape

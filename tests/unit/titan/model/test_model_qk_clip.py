@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import models
-from tests.unit.titan.model.batches import fold, initialized
+from tests.unit.titan.model.batches import initialized
 from titan_muon.qk_clip import QKClip
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.logits import LogitObserver
@@ -27,7 +27,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     """A batch of two rows of packed documents: tokens, and positions with a restart in each document."""
     drawn = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = ((20, 28), (7, 41))
-    return fold(drawn), fold(torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]))
+    return drawn, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
 def build(family: str, rules: Any = (), checkpoint: str = "none", backend: str | None = None) -> Any:
@@ -70,8 +70,7 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         scale = q.shape[-1] ** -0.5 if kwargs["scale"] is None else kwargs["scale"]
         scores = torch.einsum("binh,bjnh->bnij", q, k) * scale
-        (chunk,) = kwargs["attention_masks"].chunks
-        largest["layers.0"] = scores.masked_fill(~chunk.allowed, -torch.inf).amax((0, 2, 3))
+        largest["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
 
     handle = inner.register_forward_pre_hook(look, with_kwargs=True)
     yield largest

@@ -24,9 +24,6 @@ from torchtitan.trainer import Trainer
 
 from titan_muon.titan.recipe import schema
 from titan_muon.titan.recipe.sections import Recipe
-from titan_muon.titan.run.trainer_config import BATCH_KEYS
-from titan_muon.titan.torchtitan.installed import titan
-from titan_muon.titan.torchtitan.interface import Budget
 
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 HEADING = "## TorchTitan options without a recipe key\n"
@@ -59,14 +56,6 @@ RENAMED = {"checkpoint.interval": "checkpoint.freq"}
 MADE_OF = {"model_spec": "model", "hf_assets_path": "model", "tokenizer": "data", "dataloader": "data"}
 """Parts of TorchTitan's trainer made from a recipe's table with another name."""
 
-BUDGET = Budget(seq_len=1, sequences=1, microbatch=1, global_sequences=1)
-BATCH = {f"training.{key}" for key in BATCH_KEYS} | {"parallelism.pipeline_parallel_microbatch_size"}
-MADE_OF_BATCH = {
-    *(f"training.{key}" for key in titan.training_keys(BUDGET)),
-    *(f"parallelism.{key}" for key in titan.pipeline_keys(BUDGET)),
-}
-"""Keys of the installed TorchTitan made from the recipe's keys `BATCH`."""
-
 
 def left_out() -> set[str]:
     """Keys, or keys with a value, listed on the page as left out."""
@@ -88,8 +77,6 @@ def test_every_trainer_option_can_be_set_or_has_a_reason_on_the_page(kind: type,
     known, reasons = schema.keys(Recipe), left_out()
     for field in fields(kind):
         key = RENAMED.get(f"{table}.{field.name}", f"{table}.{field.name}")
-        if key in MADE_OF_BATCH:
-            continue
         assert (key in known) != (key in reasons), key
         if key in known and (missing := choices(get_type_hints(kind)[field.name]) - choices(known[key])):
             assert {f'{key} = "{choice}"' for choice in missing} <= reasons
@@ -100,8 +87,7 @@ def test_tables_shared_with_torchtitan_have_only_these_keys_more() -> None:
     shared = {table for table in TABLES.values() if table not in ours}
     theirs = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
     keys = {key for key in schema.keys(Recipe) if key.partition(".")[0] in shared}
-    assert keys >= BATCH
-    assert keys - theirs - BATCH == {
+    assert keys - theirs == {
         *RENAMED.values(),
         "checkpoint.load",
         "debug.check_replicas_freq",

@@ -21,7 +21,6 @@ compat.install()
 
 from titan_muon.titan.data.tokenizers import tokenizer_config  # noqa: E402
 from titan_muon.titan.model.spec import model_spec  # noqa: E402
-from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "scripts"))
 
@@ -96,7 +95,7 @@ def test_transformers_has_the_logits_of_the_exported_model(
     assert type(loaded).__name__ == architecture
     assert loaded.dtype == torch.float32
     ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(1))
-    ours = saved.logits(titan.batch(ids), titan.batch(torch.arange(48).expand(2, 48))).view(2, 48, -1)
+    ours = saved.logits(ids, torch.arange(48).expand(2, 48)).view(2, 48, -1)
     with torch.no_grad():
         theirs = loaded(ids).logits
     assert ours.std() > 0.1
@@ -197,6 +196,6 @@ def log_likelihood(saved: SavedModel, question: str, choice: str) -> float:
     tokenizer: Any = saved.tokenizer
     context = tokenizer.encode(question, add_bos=True)
     ids = torch.tensor([context + tokenizer.encode(" " + choice)])
-    logits = saved.logits(titan.batch(ids), titan.batch(torch.arange(ids.shape[1]).unsqueeze(0)))
+    logits = saved.logits(ids, torch.arange(ids.shape[1]).unsqueeze(0))
     scores = logits.view(1, ids.shape[1], -1).log_softmax(-1)[0, len(context) - 1 : -1]
     return float(scores.gather(1, ids[0, len(context) :, None]).sum())

@@ -373,14 +373,13 @@ def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path,
     checkpoints.close()
 
 
-def test_checkpoints_from_before_a_fault_stay_and_folders_set_aside_go_with_older_ones(tmp_path: Path) -> None:
+def test_folders_set_aside_go_with_older_checkpoints(tmp_path: Path) -> None:
     for name in ("step-2", "step-4", "step-6", "step-8", "aside-3", "aside-7", "aside-7-2"):
         (tmp_path / name).mkdir()
-    trainer = SimpleNamespace(checks=SimpleNamespace(sound_until=4))
-    manager = mock.Mock(folder=str(tmp_path), keep_latest_k=2, states={"train_state": trainer})
+    manager = mock.Mock(folder=str(tmp_path), keep_latest_k=2)
     RunCheckpoints._purge_stale_checkpoints(manager)
     purged = {Path(call.args[0]).name for call in manager.purge_queue.put.call_args_list}
-    assert purged == {"step-2", "aside-3"}
+    assert purged == {"step-2", "step-4", "aside-3"}
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
@@ -424,15 +423,11 @@ def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
     assert [run.path.name for run in runs_in(tmp_path)] == names
 
 
-def test_the_recipe_of_an_earlier_version_is_read_with_todays_keys(tmp_path: Path) -> None:
+def test_a_removed_key_without_effect_is_left_out_of_a_saved_recipe(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    faults = 'missing_grad = "skip"\nnonfinite = "skip"\n'
-    file.write_text(f'[muon]\nexchange = "all_gather"\nowners = "everyone"\n{faults}eps = 1e-9\n')
-    expert = Expert(exchange="all_gather", on_bad_gradient="skip_step", eps=1e-9)
-    recipe = load(file, saved=True)
-    assert recipe.muon.expert == expert
-    assert not RunFolder(tmp_path).changes(recipe)
-    with pytest.raises(RecipeError, match=r"recipe.toml: muon.exchange = .* has moved"):
+    file.write_text("[muon.expert]\nsplit_over = 1\neps = 1e-9\n")
+    assert load(file, saved=True).muon.expert == Expert(eps=1e-9)
+    with pytest.raises(RecipeError, match=r"recipe.toml: muon.expert.split_over was removed"):
         load(file)
 
 

@@ -3,7 +3,6 @@
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
 from titan_muon.titan.run.signals import StopSignals  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 
 def config(folder: Path, world_size: int = 1, **values: object):
@@ -94,18 +92,7 @@ def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(tmp_path: Path)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, tmp_path: Path) -> None:
     built = config(tmp_path, world_size, training__local_batch_size=-1, training__global_batch_size=8)
-    assert (built.budget.global_sequences, built.budget.sequences) == (8, 8 // world_size)
-    assert titan.training_keys(built.budget).items() <= asdict(built.training).items()
-
-
-def test_context_parallelism_is_refused_where_the_backend_cannot_split_sequences(tmp_path: Path) -> None:
-    """Owned matrices exclude spmd_types, which TorchTitan's main branch needs."""
-    values = {"parallelism__context_parallel_degree": 2, "placement__muon": "owned"}
-    if compat.recipe_version() == "v0_3":
-        assert config(tmp_path, 2, **values).parallelism.context_parallel_degree == 2
-        return
-    with pytest.raises(RecipeError, match=r"context_parallel_degree = 2 needs spmd_types .* degree to 1"):
-        config(tmp_path, 2, **values)
+    assert (built.training.global_batch_size, built.training.local_batch_size) == (8, 8 // world_size)
 
 
 def test_the_start_prints_batch_ranks_and_data(

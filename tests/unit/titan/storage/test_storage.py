@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import shutil
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +24,7 @@ from titan_muon.titan.torchtitan import compat
 
 compat.install()
 
+from titan_muon.titan.data.loader import dataloader_config  # noqa: E402
 from titan_muon.titan.data.tokenizers import ByteTokenizer  # noqa: E402
 from titan_muon.titan.recipe.sections import Data  # noqa: E402
 from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
@@ -31,14 +32,11 @@ from titan_muon.titan.run_folder import CHECKSUMS, METADATA, damage  # noqa: E40
 from titan_muon.titan.storage.checksums import SummingWriter  # noqa: E402
 from titan_muon.titan.storage.reader import METADATA as ALLOWED_METADATA  # noqa: E402
 from titan_muon.titan.storage.reader import (  # noqa: E402
-    PLAIN,
     RefusedError,
     SafePlanner,
     SafeReader,
     _SafeUnpickler,
-    plain_pickle,
 )
-from titan_muon.titan.torchtitan.installed import titan  # noqa: E402
 
 DATA = "__0_0.distcp"
 STATE = {
@@ -188,7 +186,7 @@ def test_a_pickle_changes_no_attribute_of_this_process(attribute: str, args: byt
     name = attribute.encode()
     state = b"N}X" + len(name).to_bytes(4, "little") + name + b")s\x86b"
     members = [dict(vars(member)) for member in _MEM_FORMAT_ENCODING]
-    for allowed, table in ((ALLOWED_METADATA, "METADATA"), (PLAIN, "PLAIN")):
+    for allowed, table in ((ALLOWED_METADATA, "METADATA"),):
         for (module, qualname), value in allowed.items():
             before = dict(vars(value)) if hasattr(value, "__dict__") else {}
             content = f"\x80\x02c{module}\n{qualname}\n".encode("latin1") + (args or b"") + state + b"."
@@ -217,9 +215,9 @@ def hf_loader(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     folder = tmp_path_factory.mktemp("text")
     (folder / "data.json").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(9)))
-    config = titan.text_loader_config(Data(source="hf", dataset_path=str(folder)), "c4_test")
+    config = dataloader_config(Data(source="hf", dataset="c4_test", dataset_path=str(folder)))
     tokenizer = ByteTokenizer.Config().build()
-    shape = {"dp_world_size": 1, "dp_rank": 0, **titan.loader_keys(seq_len=4, sequences=1)}
+    shape = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 4, "local_batch_size": 1}
     built: list[Any] = []
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache")):
         yield lambda: built.append(config.build(tokenizer=tokenizer, **shape)) or built[-1]
@@ -242,14 +240,6 @@ def test_no_saved_value_carries_a_pickle_into_the_data_loader(hf_loader: Any, tm
     assert not sign.exists()
 
 
-def test_a_plain_pickle_has_no_class_except_ordered_dicts() -> None:
-    plain = OrderedDict(a=[1, "x", None], b=(2.5, {True}))
-    assert plain_pickle(pickle.dumps(plain)) == plain
-    for value in (Counter("a"), Path("a"), torch.float32, print):
-        with pytest.raises(RefusedError, match="which no checkpoint needs"):
-            plain_pickle(pickle.dumps(value))
-
-
 def test_the_position_of_another_versions_loader_is_refused(hf_loader: Any) -> None:
     for keys in (("_snapshot", "_steps_since_snapshot"), ("parent_state", "another")):
         state = {"dp_rank_0": json.dumps(dict.fromkeys(keys, 0)), "world_size": 1}
@@ -257,16 +247,12 @@ def test_the_position_of_another_versions_loader_is_refused(hf_loader: Any) -> N
             hf_loader().load_state_dict(state)
 
 
-@pytest.mark.parametrize("version", ["this", "earlier"])
-def test_the_hf_loader_continues_from_its_checkpoint(version: str, hf_loader: Any, tmp_path: Path) -> None:
-    """Earlier versions saved TorchTitan's pickle, which is read by an unpickler of plain data."""
+def test_the_hf_loader_continues_from_its_checkpoint(hf_loader: Any, tmp_path: Path) -> None:
     first, second = hf_loader(), hf_loader()
     batches = iter(first)
     next(batches)
     state = first.state_dict()
-    if version == "earlier":
-        state["dp_rank_0"] = pickle.dumps(first.position())
-    assert isinstance(state["dp_rank_0"], str if version == "this" else bytes)
+    assert isinstance(state["dp_rank_0"], str)
     dcp.save({"dataloader": state}, storage_writer=SummingWriter(tmp_path / "step-1", 1), no_dist=True)
     with mock.patch.object(pickle, "loads", side_effect=AssertionError("pickle.loads was called")):
         load(tmp_path / "step-1", {"dataloader": second})

@@ -1,4 +1,4 @@
-"""TorchTitan 0.3's loader of Hugging Face text. The import of `datasets` takes seconds."""
+"""TorchTitan's loader of Hugging Face text. The import of `datasets` takes seconds."""
 
 from dataclasses import dataclass
 from typing import Any
