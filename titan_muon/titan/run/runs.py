@@ -126,9 +126,10 @@ def open_run(
     start = _source(recipe, runs, typed, flaws)
 
     def run(folder: str, source: RunFolder | None = None, **others: Any) -> Run:
-        opened, origin = RunFolder(folder), None if source is None else source.id
-        places = {"source": None if source is None else str(source.path), "source_id": origin}
-        return Run(folder, id=opened.id or uuid.uuid4().hex, **places, **others)
+        identity = RunFolder(folder).id or uuid.uuid4().hex
+        if source is None:
+            return Run(folder, id=identity)
+        return Run(folder, source=str(source.path), source_id=source.id, id=identity, **others)
 
     def new_folder() -> str:
         return interrupted or _new_folder(recipe, runs, typed)

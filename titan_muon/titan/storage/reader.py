@@ -80,7 +80,7 @@ def _constructor(value: Any) -> Any:
         return value
 
     def make(_: type, *args: Any) -> Any:
-        return object.__new__(value) if is_dataclass(value) else value(*args)
+        return object.__new__(value) if isinstance(value, type) and is_dataclass(value) else value(*args)
 
     return type("Constructor", (), {"__new__": make})
 
