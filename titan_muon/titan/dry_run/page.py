@@ -11,6 +11,7 @@ from titan_muon.plan.cost.timeline import STAGES, spans
 from titan_muon.titan.dry_run.stages import StageReport
 from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.recipe import Recipe, to_toml
+from titan_muon.titan.recipe.toml import without_password
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "/*DATA*/null"
@@ -19,7 +20,7 @@ MARK = "/*DATA*/null"
 def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
     """The page as HTML."""
     data = {
-        "recipe": to_toml(recipe),
+        "recipe": without_password(to_toml(recipe)),
         "name": recipe.name,
         "columns": HEADER,
         "stages": STAGES,

@@ -162,9 +162,17 @@ class Watchdog:
     def _name_first_failure(self, of_all_ranks: bool) -> None:
         if self._store.add("failures", 1) == 1:
             self._store.set(FAILED, str(self._rank))
+            if not of_all_ranks:
+                self._name_ended_processes()
         elif not of_all_ranks:
             first = self._store.get(FAILED).decode()
             print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
+
+    def _name_ended_processes(self) -> None:
+        # At once, because the launcher ends this process as soon as it misses another.
+        for rank, heartbeat in self._heartbeats(range(self._world_size)).items():
+            if heartbeat.host == socket.gethostname() and not heartbeat.ended and not is_running(heartbeat.pid):
+                print_error(f"rank {rank} has ended: its process {heartbeat.pid} on {heartbeat.host} is gone")
 
     def _name_late_ranks(self) -> None:
         # 1,000 readers of 1,000 heartbeats would block the store.
@@ -217,11 +225,21 @@ class Watchdog:
 def is_sibling(pid: int) -> bool:
     """Whether this process's launcher also started process `pid`."""
     # Containers may share a host name, and `pid` may be another process here.
+    return _status(pid)[1] == str(os.getppid())
+
+
+def is_running(pid: int) -> bool:
+    """Whether process `pid` exists and has not ended."""
+    return _status(pid)[0] not in ("", "Z", "X")
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """State and parent of a process; empty without one."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
-        return False
-    return int(fields[1]) == os.getppid()
+        return "", ""
+    return state, parent
 
 
 def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], world_size: int) -> str:

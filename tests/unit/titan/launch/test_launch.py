@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titan_muon.titan.launch import attempts, watchdog
 from titan_muon.titan.launch.attempts import describe_world, store_of_attempt, store_of_ranks
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_sibling, late_ranks
+from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_running, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -197,6 +197,23 @@ def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixt
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("how", ["exit(0)", "kill(getpid(), 9)"])
+def test_a_rank_that_ended_in_mid_training_is_named(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A collective says `Connection closed by peer`, without the rank."""
+    store = dist.HashStore()
+    peer = subprocess.Popen([sys.executable, "-c", f"from os import *; {how.replace('exit', '_exit')}"])
+    # A launcher collects the ended process later.
+    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+    ranks = [Watchdog(store, rank, 3, first_timeout=9, timeout=9) for rank in range(3)]
+    ranks[2]._send(replace(ranks[2]._heartbeat(), pid=peer.pid))
+    ranks[1]._report()
+    ranks[0]._name_first_failure(of_all_ranks=False)
+    assert (
+        f"error: rank 2 has ended: its process {peer.pid} on {socket.gethostname()} is gone" in capfd.readouterr().err
+    )
+    peer.wait()
+
+
 def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest.CaptureFixture[str]) -> None:
     """As in a save longer than the timeout. The late rank also looks for late ranks, at another stage."""
     store = dist.HashStore()
@@ -269,3 +286,5 @@ def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
         child.kill()
     assert [process.returncode for process in asked] == [0, 1]
     assert not is_sibling(2**22 + 1), "there is no such process"
+    assert is_running(os.getpid())
+    assert not is_running(2**22 + 1)
