@@ -11,7 +11,6 @@ from titan_muon.plan.cost.timeline import STAGES, spans
 from titan_muon.titan.dry_run.stages import StageReport
 from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.recipe import Recipe, to_toml
-from titan_muon.titan.recipe.toml import without_password
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "/*DATA*/null"
@@ -20,7 +19,7 @@ MARK = "/*DATA*/null"
 def page_text(parts: Sequence[StageReport], recipe: Recipe) -> str:
     """The page as HTML."""
     data = {
-        "recipe": without_password(to_toml(recipe)),
+        "recipe": to_toml(recipe),
         "name": recipe.name,
         "columns": HEADER,
         "stages": STAGES,

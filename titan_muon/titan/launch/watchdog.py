@@ -168,12 +168,6 @@ class Watchdog:
             first = self._store.get(FAILED).decode()
             print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
 
-    def _name_ended_processes(self) -> None:
-        # At once, because the launcher ends this process as soon as it misses another.
-        for rank, heartbeat in self._heartbeats(range(self._world_size)).items():
-            if heartbeat.host == socket.gethostname() and not heartbeat.ended and not is_running(heartbeat.pid):
-                print_error(f"rank {rank} has ended: its process {heartbeat.pid} on {heartbeat.host} is gone")
-
     def _name_late_ranks(self) -> None:
         # 1,000 readers of 1,000 heartbeats would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
@@ -216,6 +210,12 @@ class Watchdog:
                     os.kill(heartbeat.pid, signal.SIGKILL)
         return bool(silent)
 
+    def _name_ended_processes(self) -> None:
+        # At once, because the launcher ends this process as soon as it misses another.
+        for rank, heartbeat in self._heartbeats(range(self._world_size)).items():
+            if heartbeat.host == socket.gethostname() and not heartbeat.ended and not is_running(heartbeat.pid):
+                print_error(f"rank {rank} has ended: its process {heartbeat.pid} on {heartbeat.host} is gone")
+
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         keys = {rank: f"rank-{rank}" for rank in ranks}
         sent = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
@@ -225,21 +225,11 @@ class Watchdog:
 def is_sibling(pid: int) -> bool:
     """Whether this process's launcher also started process `pid`."""
     # Containers may share a host name, and `pid` may be another process here.
-    return _status(pid)[1] == str(os.getppid())
-
-
-def is_running(pid: int) -> bool:
-    """Whether process `pid` exists and has not ended."""
-    return _status(pid)[0] not in ("", "Z", "X")
-
-
-def _status(pid: int) -> tuple[str, str]:
-    """State and parent of a process; empty without one."""
     try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
-        return "", ""
-    return state, parent
+        return False
+    return int(fields[1]) == os.getppid()
 
 
 def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], world_size: int) -> str:
@@ -259,3 +249,12 @@ def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], wor
 def print_error(text: str) -> None:
     """Print an error of this rank, also from a thread."""
     print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def is_running(pid: int) -> bool:
+    """Whether process `pid` of this host exists and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")

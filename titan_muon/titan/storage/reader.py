@@ -95,21 +95,6 @@ class _SafeUnpickler(pickle.Unpickler):
         return _constructor(self._allowed[key])
 
 
-def _constructor(value: Any) -> Any:
-    """A class that lives for one pickle and makes what `value` makes; a value without attributes as it is.
-
-    The opcode BUILD sets attributes of any object, so a pickle must not reach a class or function of this process. The
-    opcode NEWOBJ needs a class.
-    """
-    if not callable(value):
-        return value
-
-    def make(_: type, *args: Any) -> Any:
-        return object.__new__(value) if isinstance(value, type) and is_dataclass(value) else value(*args)
-
-    return type("Constructor", (), {"__new__": make})
-
-
 def check_cost(path: Path) -> None:
     """Raise RefusedError for a pickle that ends a process, or that takes much time or memory for its length.
 
@@ -124,6 +109,21 @@ def check_cost(path: Path) -> None:
         raise RefusedError(
             f"reading its {path.stat().st_size} bytes takes more time, stack or memory than a save needs"
         )
+
+
+def _constructor(value: Any) -> Any:
+    """A class that lives for one pickle and makes what `value` makes; a value without attributes as it is.
+
+    The opcode BUILD sets attributes of any object, so a pickle must not reach a class or function of this process. The
+    opcode NEWOBJ needs a class.
+    """
+    if not callable(value):
+        return value
+
+    def make(_: type, *args: Any) -> Any:
+        return object.__new__(value) if isinstance(value, type) and is_dataclass(value) else value(*args)
+
+    return type("Constructor", (), {"__new__": make})
 
 
 def plain_pickle(content: bytes) -> Any:

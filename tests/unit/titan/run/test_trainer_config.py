@@ -25,7 +25,6 @@ compat.install()
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
 
 from titan_muon.titan.checks.machine import refuse_on_cpu  # noqa: E402
-from titan_muon.titan.dry_run.page import page_text  # noqa: E402
 from titan_muon.titan.model.spec import model_spec  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.console import print_on_rank0  # noqa: E402
@@ -72,14 +71,14 @@ def test_an_option_of_each_table_reaches_torchtitan(tmp_path: Path) -> None:
         assert getattr(getattr(changed, table), name) == value
 
 
-def test_a_password_in_a_url_is_in_no_board_line_or_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_password_in_a_url_is_in_no_line_and_on_no_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file of the recipe keeps it, because a continued run reads the URL."""
     files = ("s3://me:secret@store/*.txt",)
     assert "s3://***@store/*.txt" in config(tmp_path, data__files=files).metrics.recipe
     recipe = tiny.recipe(tmp_path, data__files=files)
     print_on_rank0(to_toml(recipe))
-    shown = capsys.readouterr().out + page_text([], recipe)
-    assert (shown.count("s3://***@store/*.txt"), "secret" in shown) == (2, False)
+    shown = capsys.readouterr().out
+    assert ("s3://***@store/*.txt" in shown, "secret" in shown) == (True, False)
 
 
 def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> None:
