@@ -38,7 +38,7 @@ from titan_muon.titan.recipe.flags import HELP, print_flags, read_options
 from titan_muon.titan.recipe.schema import values
 from titan_muon.titan.run_folder import PLACE, RunFolder, runs_in
 
-WIDTH = 40
+STEP = re.compile(r"step +(\d+)/(\d+) ")
 INTERRUPTED = 130
 
 
@@ -169,9 +169,9 @@ class Progress:
         print(f"{clear}[{self.total - len(self.left) + 1}/{self.total}] {run.name}: {text}", end=end, flush=True)
 
     def watch(self, run: Run, line: str) -> None:
-        """Show the beginning of a line of output of train.py."""
-        if sys.stdout.isatty() and line.strip():
-            self.say(run, f"{line.strip()[:WIDTH]}{self.remaining(self.left)}", end="")
+        """Show a line of output of train.py."""
+        if sys.stdout.isatty() and (step := STEP.search(line)):
+            self.say(run, f"step {step[1]}/{step[2]}{self.remaining(self.left)}", end="")
 
     def end(self, run: Run, outcome: str) -> None:
         """Print the outcome of the run, the first of the runs left."""

@@ -175,8 +175,8 @@ registry.models.register("their_model", registry.models.get("qwen3"))
 def test_a_run_of_an_imported_family_is_exported(run: Path, tmp_path: Path) -> None:
     """`imports` of the recipe count for every command on the run, also from a moved folder without the corpus."""
     moved = Path(shutil.copytree(run, tmp_path / "moved"))
-    recipe = (moved / "recipe.toml").read_text()
-    (moved / "recipe.toml").write_text('imports = ["their_module"]\n' + recipe.replace('"qwen3"', '"their_model"'))
+    recipe = (moved / "recipe.toml").read_text().replace('"qwen3"', '"their_model"')
+    (moved / "recipe.toml").write_text(recipe.replace("imports = []", 'imports = ["their_module"]'))
     (tmp_path / "their_module.py").write_text(FAMILY)
     words = [sys.executable, str(SCRIPTS / "export.py"), "moved", "out", "--drop-expert-bias"]
     assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
