@@ -113,13 +113,15 @@ def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
 
 
 def recipe_section(runs: Sequence[RunRecord]) -> str:
-    """Differing keys and the tokens per step, with a warning if these differ."""
+    """Differing keys, the ranks, and the tokens per step, with a warning if these differ."""
     tokens = [run.tokens_per_step for run in runs]
     row = ["tokens a step", *(ABSENT if count is None else f"{count:,.0f}" for count in tokens)]
+    ranks = ["ranks", *(ABSENT if run.ranks is None else str(run.ranks) for run in runs)]
     known = {count for count in tokens if count is not None}
+    recorded = [cells for cells in (ranks, row) if set(cells[1:]) != {ABSENT}]
     parts = [_differing_keys(runs)]
-    if known:
-        parts.append(markdown("batch", runs, [row]))
+    if recorded:
+        parts.append(markdown("batch", runs, recorded))
     if len(known) > 1:
         parts.append(
             "Warning: the runs do not train on the same tokens in a step: their losses at a step cannot be compared. "

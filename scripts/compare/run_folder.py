@@ -38,6 +38,7 @@ class RunRecord:
         recipe: values by dotted key, as JSON text.
         series: recorded numbers by dotted field (`loss`, `time.optimizer`), then by step.
         tokens_per_step: tokens of a training step over all ranks; None if not recorded.
+        ranks: number of the newest start; None if not recorded.
         seeds: number of runs.
         spread: standard deviations over the seeds, like `series`.
     """
@@ -47,6 +48,7 @@ class RunRecord:
     recipe: dict[str, str]
     series: dict[str, Series]
     tokens_per_step: float | None
+    ranks: int | None = None
     seeds: int = 1
     spread: dict[str, Series] = field(default_factory=dict)
 
@@ -191,8 +193,9 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
         needed = {"step": metric, "tokens": "tokens", "seconds": f"seconds.{metric}"}[axis]
         if needed not in series:
             raise RunError(f"{folder / METRICS}: `{axis}` was not recorded; compare with --x step")
-        setting = repr([item for item in recipe.items() if item[0] not in PLACE | SEEDS])
-        run = RunRecord("", folder, recipe, series, tokens_per_step(series.get("tokens", {})))
+        ranks = RunFolder(folder).world_size
+        setting = repr([ranks, *(item for item in recipe.items() if item[0] not in PLACE | SEEDS)])
+        run = RunRecord("", folder, recipe, series, tokens_per_step(series.get("tokens", {})), ranks)
         # Runs of equal seeds are repetitions, to be compared with each other.
         while any(_seeds(run) == _seeds(other) for other in settings.get(setting, [])):
             setting += " again"

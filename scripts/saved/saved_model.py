@@ -19,6 +19,7 @@ import models  # noqa: F401 (registers the families)
 from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.files import import_modules
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer_config import trainer_config
 from titan_muon.titan.run_folder import TOKENIZER, RunFolder
@@ -58,10 +59,11 @@ def open_saved(run: Path, step: int | None = None, *, dtype: str | None = None) 
 
     `dtype`: of the parameters; None: of the passes in training.
 
-    Raises RecipeError for a folder without a checkpoint, and for a step that was not saved.
+    Imports the recipe's modules. Raises RecipeError for a missing module or checkpoint, and a step that was not saved.
     """
     folder = RunFolder(run)
     recipe = folder.recipe_to_read
+    import_modules(recipe)
     step, checkpoint = folder.checkpoint(step)
     if recipe.data.tokenizer == "bpe" and folder.tokenizer is None:
         warnings.warn(f"{run} has no {TOKENIZER}: it is trained again from data.files of today", stacklevel=2)

@@ -169,21 +169,20 @@ class RunFolder:
 
     def checkpoint(self, step: int | None = None, notice: Callable[[str], None] = _say) -> tuple[int, Path]:
         """Step and folder of the newest checkpoint with the bytes that were saved, or of `step`."""
-        saved, problems = self.steps, list[str]()
+        saved = self.steps
         if not saved:
             raise RecipeError(f"{self.path}: no complete checkpoint; train with checkpoint.enable = true")
         shown = ", ".join(map(str, saved))
         if step is not None and step not in saved:
             raise RecipeError(f"--step {step}: {self.path} has no complete checkpoint of that step; it has {shown}")
-        for number in saved if step is None else [step]:
-            problem = damage(self.path_of(number), self.id)
-            if problem is None:
-                for text in problems:
-                    notice(f"warning: {text}; using step {number}")
-                return number, self.path_of(number)
-            problems.append(f"{self.path}: the checkpoint of step {number} is passed over: {problem}")
-        text = problems[0].replace("is passed over", "cannot be used")
-        raise RecipeError(f"{text}. Name another run, or another of the saved steps ({shown})")
+        if step is None:
+            folder = self.path / self.recipe.checkpoint.folder
+            step = choose(folder, saved, lambda path: damage(path, self.id), notice)
+            if step is None:
+                raise RecipeError(f"{self.path}: no checkpoint can be used (steps {shown}); name another run")
+        elif (problem := damage(self.path_of(step), self.id)) is not None:
+            raise RecipeError(f"{self.path_of(step)} cannot be used: {problem}; name another saved step ({shown})")
+        return step, self.path_of(step)
 
     def has_name(self, recipe: Recipe, typed: Sequence[str]) -> bool:
         """Whether the same keys and values were typed, except for keys that may change. `--name` names alone."""
@@ -272,6 +271,23 @@ def saved_steps(folder: Path) -> list[int]:
         return []
     names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
+def choose(
+    folder: Path, steps: Iterable[int], problem: Callable[[Path], str | None], notice: Callable[[str], None]
+) -> int | None:
+    """The first of `steps` with a checkpoint in `folder` without `problem`, or None. Names the others."""
+    lines: list[str] = []
+    chosen = None
+    for step in steps:
+        path = folder / f"step-{step}"
+        if (text := problem(path)) is None:
+            chosen = step
+            break
+        lines.append(f"warning: checkpoint {path} is passed over: {text}")
+    for line in lines:
+        notice(line if chosen is None else f"{line}; using step {chosen} instead")
+    return chosen
 
 
 def _is_finished(run: RunFolder, step: int) -> bool:

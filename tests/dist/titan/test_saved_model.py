@@ -162,3 +162,24 @@ def test_a_run_is_read_without_the_files_of_its_first_step(run: Path) -> None:
     read = folder.recipe_to_read
     assert (read.checkpoint.initial_load_path, read.checkpoint.initial_load_in_hf) == (None, False)
     assert trainer_config(read, Run(str(run)), 1).checkpoint.initial_load_path is None
+
+
+FAMILY = """
+import models
+from titan_muon import registry
+
+registry.models.register("their_model", registry.models.get("qwen3"))
+"""
+
+
+def test_a_run_of_an_imported_family_is_exported(run: Path, tmp_path: Path) -> None:
+    """`imports` of the recipe count for every command on the run, also from a moved folder without the corpus."""
+    moved = Path(shutil.copytree(run, tmp_path / "moved"))
+    recipe = (moved / "recipe.toml").read_text().replace('"qwen3"', '"their_model"')
+    (moved / "recipe.toml").write_text(recipe.replace("imports = []", 'imports = ["their_module"]'))
+    (tmp_path / "their_module.py").write_text(FAMILY)
+    words = [sys.executable, str(SCRIPTS / "export.py"), "moved", "out", "--drop-expert-bias"]
+    assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
+    (tmp_path / "their_module.py").unlink()
+    refused = subprocess.run([*words[:3], "out2"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "imports: there is no module 'their_module'" in refused.stderr) == (2, True)

@@ -95,8 +95,10 @@ def test_runs_of_other_batch_sizes_are_compared_by_tokens_and_by_seconds(
 ) -> None:
     """At equal steps the curves would differ, because a run has seen twice the tokens."""
     runs = [write_run(tmp_path / "a/t", 4.0), write_run(tmp_path / "b/t", 5.0, tokens=1024, second=0.08)]
+    (runs[0] / "run.json").write_text('{"id": "a", "typed": [], "world": 2}')
     found = sections(capsys, *runs, "--x", "tokens")
     assert cells(found["Recipe"])["tokens a step"] == ["2,048", "1,024"]
+    assert cells(found["Recipe"])["ranks"] == ["2", "-"], "a run of version 0.2 has no record of its ranks"
     assert "Warning: the runs do not train on the same tokens in a step" in found["Recipe"]
     assert cells(found["Training loss"])["102,400"] == ["5.0000", "5.0000 (+0.0000)"]
     assert cells(sections(capsys, *runs, "--x", "seconds")["Training loss"])["4.0"] == ["4.0000", "5.5000 (+1.5000)"]

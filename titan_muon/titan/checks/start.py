@@ -62,8 +62,8 @@ def source_files(recipe: Recipe) -> list[Path]:
         build = registry.models.get(recipe.model.name).build
         module = sys.modules[getattr(build, "func", build).__module__]
         if module.__file__ is not None:
-            file = Path(module.__file__)
-            files |= {*file.parent.rglob("*.py")} if file.name == "__init__.py" else {file}
+            path = Path(module.__file__)
+            files |= {*path.parent.rglob("*.py")} if path.name == "__init__.py" else {path}
     return sorted(files)
 
 

@@ -19,6 +19,7 @@ from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.command_line import Command
+from titan_muon.titan.recipe.toml import without_password
 
 KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
 
@@ -32,7 +33,7 @@ def report(command: Command) -> None:
     recipe, full, parts = command.recipe, command.full, dry_run(command.recipe, command.world_size, command.device)
     first, kind = parts[0].meta, parts[0].meta.device
     if command.verbose:
-        print(to_toml(recipe))
+        print(without_password(to_toml(recipe)))
     _print(parts, lambda part: [parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)])
     dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
     whole = first.optimizers.whole

@@ -68,7 +68,7 @@ def values(instance: Any) -> dict[str, Any]:
 def _marks(schema: Any) -> Mapping[str, MayChange]:
     marks: dict[str, MayChange] = {}
     for name, kind in get_type_hints(schema, include_extras=True).items():
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             below = dict.fromkeys(keys(kind), MAY_CHANGE) if hasattr(kind, "may_change") else _marks(kind)
             marks |= {f"{name}.{key}": mark for key, mark in below.items()}
         for mark in get_args(kind):

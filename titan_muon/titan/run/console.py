@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from titan_muon.tensors.process_groups import default_store
+from titan_muon.titan.recipe.toml import without_password
 
 NOISE = (
     *("[GC]", "Peak FLOPS", "CPU capacity", "CPU memory usage", "Building ", "Optimizer ", "Model ", "Applied "),
@@ -36,8 +37,8 @@ def is_quiet() -> bool:
 
 
 def show(text: str) -> None:
-    """Print a line at once, above a progress bar."""
-    tqdm.write(text)
+    """Print a line at once, above a progress bar, without passwords in URLs."""
+    tqdm.write(without_password(text))
     sys.stdout.flush()
 
 

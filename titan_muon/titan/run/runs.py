@@ -31,6 +31,7 @@ from titan_muon.titan.run_folder import (
     RUN,
     TOKENIZER,
     RunFolder,
+    choose,
     read_bytes,
     run_name,
     runs_in,
@@ -126,9 +127,10 @@ def open_run(
     start = _source(recipe, runs, typed, flaws)
 
     def run(folder: str, source: RunFolder | None = None, **others: Any) -> Run:
-        opened, origin = RunFolder(folder), None if source is None else source.id
-        places = {"source": None if source is None else str(source.path), "source_id": origin}
-        return Run(folder, id=opened.id or uuid.uuid4().hex, **places, **others)
+        identity = RunFolder(folder).id or uuid.uuid4().hex
+        if source is None:
+            return Run(folder, id=identity)
+        return Run(folder, source=str(source.path), source_id=source.id, id=identity, **others)
 
     def new_folder() -> str:
         return interrupted or _new_folder(recipe, runs, typed)
@@ -265,22 +267,14 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
             return None
         saved, path = ", ".join(map(str, steps)) if steps else "none", checkpoints / f"step-{asked}"
         raise RecipeError(f"checkpoint.load_step = {asked}: {path} does not exist; saved steps: {saved}")
-    passed: list[str] = []
-    whole = None
-    for step in steps if asked == -1 else [asked]:
-        path = checkpoints / f"step-{step}"
-        reason = flaws.get(path) or flaw(path)
-        if reason is None:
-            whole = step
-            break
-        if step == asked:
-            raise RecipeError(f"checkpoint.load_step = {asked}: {path} cannot be used: {reason}; choose another step")
-        # `agree` has named the others.
-        if path not in flaws:
-            passed.append(f"warning: checkpoint {path} is passed over: {reason}")
-    for line in passed:
-        print_on_rank0(line if whole is None else f"{line}; using step {whole} instead")
-    return whole
+    # `agree` has named the flaws that it found.
+    others = [step for step in steps if checkpoints / f"step-{step}" not in flaws]
+    if asked == -1:
+        return choose(checkpoints, others, flaw, print_on_rank0)
+    path = checkpoints / f"step-{asked}"
+    if (reason := flaws.get(path) or flaw(path)) is not None:
+        raise RecipeError(f"checkpoint.load_step = {asked}: {path} cannot be used: {reason}; choose another step")
+    return asked
 
 
 def _new_folder(recipe: Recipe, runs: Path, typed: tuple[str, ...]) -> str:

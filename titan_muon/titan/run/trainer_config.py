@@ -27,6 +27,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.degrees import local_batch_size
 from titan_muon.titan.recipe.sections import ActivationCheckpoint
+from titan_muon.titan.recipe.toml import without_password
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
@@ -186,7 +187,7 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
         total_steps=recipe.training.steps,
         first_step=run.step + 1,
         seconds_before=run.seconds,
-        recipe=to_toml(recipe),
+        recipe=without_password(to_toml(recipe)),
         # No escape codes in a scheduler's log file.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )

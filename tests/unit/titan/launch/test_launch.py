@@ -17,7 +17,7 @@ from tests.dist.harness import run_program
 from titan_muon.titan.launch import attempts
 from titan_muon.titan.launch.attempts import describe_world, store_of_attempt, store_of_ranks
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, late_ranks
+from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_running, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
 ROOT = Path(__file__).parents[4]
@@ -162,6 +162,23 @@ def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixt
     assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("how", ["exit(0)", "kill(getpid(), 9)"])
+def test_a_rank_that_ended_in_mid_training_is_named(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A collective says `Connection closed by peer`, without the rank."""
+    store = dist.HashStore()
+    peer = subprocess.Popen([sys.executable, "-c", f"from os import *; {how.replace('exit', '_exit')}"])
+    # A launcher collects the ended process later.
+    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+    ranks = [Watchdog(store, rank, 3, first_timeout=9, timeout=9) for rank in range(3)]
+    ranks[2]._send(replace(ranks[2]._heartbeat(), pid=peer.pid))
+    ranks[1]._report()
+    ranks[0]._name_first_failure(of_all_ranks=False)
+    assert (
+        f"error: rank 2 has ended: its process {peer.pid} on {socket.gethostname()} is gone" in capfd.readouterr().err
+    )
+    peer.wait()
+
+
 def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest.CaptureFixture[str]) -> None:
     """As in a save longer than the timeout. The late rank also looks for late ranks, at another stage."""
     store = dist.HashStore()
@@ -252,3 +269,8 @@ job.run(Recipe(), "x.toml")
     )
     assert code == 1
     assert "ZeroDivisionError" in shown
+
+
+def test_a_process_that_has_ended_does_not_run() -> None:
+    assert is_running(os.getpid())
+    assert not is_running(2**22 + 1), "there is no such process"

@@ -16,7 +16,7 @@ from torch import nn
 from tests import tiny
 from titan_muon.assignment.rules import Assignment
 from titan_muon.options import OptionError
-from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.torchtitan import compat
 
 compat.install()
@@ -26,6 +26,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from titan_muon.titan.checks.machine import refuse_on_cpu  # noqa: E402
 from titan_muon.titan.model.spec import model_spec  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
+from titan_muon.titan.run.console import print_on_rank0  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
 from titan_muon.titan.run.signals import StopSignals  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
@@ -45,7 +46,7 @@ def prepare(
     run = Run(folder=f"{recipe.dump_folder}/tiny/run")
     Path(run.folder, "tb").mkdir(parents=True)
     with pytest.raises(Exception) as caught:  # noqa: PT011 (the tests compare class and text)
-        job._prepare(recipe, run, StopSignals(group))  # type: ignore[arg-type]
+        job._prepare(recipe, run, (), StopSignals(group))  # type: ignore[arg-type]
     return caught.value, Path(run.folder).exists()
 
 
@@ -66,6 +67,16 @@ def test_an_option_of_each_table_reaches_torchtitan(tmp_path: Path) -> None:
         table, name = key.split(".")
         assert getattr(getattr(plain, table), name) != value, "a default would show nothing"
         assert getattr(getattr(changed, table), name) == value
+
+
+def test_a_password_in_a_url_is_in_no_line_and_on_no_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of the recipe keeps it, because a continued run reads the URL."""
+    files = ("s3://me:secret@store/*.txt",)
+    assert "s3://***@store/*.txt" in config(tmp_path, data__files=files).metrics.recipe
+    recipe = tiny.recipe(tmp_path, data__files=files)
+    print_on_rank0(to_toml(recipe))
+    shown = capsys.readouterr().out
+    assert ("s3://***@store/*.txt" in shown, "secret" in shown) == (True, False)
 
 
 def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> None:
@@ -157,7 +168,7 @@ def test_an_error_of_rank_0_at_the_start_reaches_every_rank(
     for number in range(2):
         monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
         with pytest.raises(kinds[number], match=str(error)):
-            job._begin_run(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), mock.Mock())
+            job._begin_run(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), (), mock.Mock())
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
