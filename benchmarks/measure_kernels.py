@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_muon.orthogonalize import DTYPES, Kernel
-from titan_muon.orthogonalize.dispatch import installed
+from titan_muon.orthogonalize.measured import installed
 from titan_muon.orthogonalize.newton_schulz import Product, plain, product_of
 
 MARGIN = 1.05

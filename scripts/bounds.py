@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titan_muon.options import Overlap
 from titan_muon.plan.cost.timeline import Timeline
-from titan_muon.plan.cost.walk import Costs, PlanCost, copied_bytes
+from titan_muon.plan.cost.walk import Costs, PlanCost, copied_bytes, link_seconds
 from titan_muon.plan.exchange.patterns import PATTERNS, LinkTraffic
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
@@ -92,12 +92,12 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
         (part, part_near), (total, total_near) = (
             [keyed.elements[place] for place in keyed.places[rank]] for keyed in (parts, whole)
         )
-        way = LinkTraffic(0, 0, part_near - mine, part - part_near).seconds(wire, machine)
+        way = link_seconds(LinkTraffic(0, 0, part_near - mine, part - part_near), wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
         scatter.append(
-            way if spreads else LinkTraffic(total_near - mine, total - total_near, 0, 0).seconds(wire, machine)
+            way if spreads else link_seconds(LinkTraffic(total_near - mine, total - total_near, 0, 0), wire, machine)
         )
     work = costs.alone(matrix) + matrix.numel * copied_bytes(wire) / machine.memory
     return Chain(work, min(gather), min(scatter))

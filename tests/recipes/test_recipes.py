@@ -16,6 +16,7 @@ import torch.distributed as dist
 import models  # noqa: F401 (registers the families)
 from titan_muon import registry
 from titan_muon.orthogonalize import Dispatch, coefficients
+from titan_muon.plan.terms.machine import MACHINES
 from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world
 from titan_muon.titan.dry_run.report import report
 from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml

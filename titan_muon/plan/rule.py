@@ -48,7 +48,7 @@ def plan_by_rule(request: PlanRequest) -> Plan:
         raise OptionError("state", f"= {options.state!r} needs planner = 'search', which balances its memory")
     matrices, works = matrices_of(request.parameters, geometries, request.work_of)
     local, tasks, groups, load = tasks_of(request.parameters, geometries, matrices, works, options)
-    pieces, exchange = Pieces(matrices, geometries), options.exchange
+    pieces, exchange = Pieces(matrices, geometries), str(options.exchange)
     if exchange == "all_to_all" and has_replicas(tasks, groups, pieces):
         exchange = "hierarchical"
     owners = balanced(tasks, groups, load) if PATTERNS[exchange].has_owners else None
