@@ -72,7 +72,7 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.delenv("TRITON_INTERPRET", raising=False)
         recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon" / "titan" / "__init__.py")))
         context: Any = SimpleNamespace(options=MuonOptions(fused=True), device=kind, named=())
-        fused_errors = refusal(lambda: fused.check(context))
+        fused_errors = refusal(lambda: fused.FusedFeature().check(context))
     float8_errors = [
         refusal(lambda c=capability: check_float8(Float8(linear=True), c, amd=name.startswith("AMD"), torchao=True))
         for capability in capabilities(name)
