@@ -249,19 +249,20 @@ class Engine:
     Attributes:
         rank: what this rank has of the plan.
         step: of gradients without a scale.
+        features_of: the features that are on.
         overlap: what ends the late buckets of a step. None: the step.
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
     def __init__(self, rank: Rank, selected: Selection, states: MatrixStates, overlap: LateUpdates | None) -> None:
-        self._algorithm, self._features_of, self.overlap = selected.algorithm, selected.features_of, overlap
+        self._algorithm, self.features_of, self.overlap = selected.algorithm, selected.features_of, overlap
         self._iterations = compared(rank.params)
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
         self.rank, self._states = rank, states
         self._names = frozenset(trained.fqn for trained in rank.params)
-        features = self._features_of(rank.options, self._algorithm)
+        features = self.features_of(rank.options, self._algorithm)
         self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, features, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
         self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)

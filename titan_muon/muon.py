@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of, algorithms_in, check_group, choice_of
+from .algorithms import algorithm_of, algorithms_in, check_group, check_used, choice_of
 from .comm.agreement import Agreement
 from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
@@ -22,7 +22,6 @@ from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
 from .engine import Engine, Selection, checked_plan, engine_of, report_of
-from .features import check_used, features_of
 from .foreign import unsupported_reason
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.layout import Geometries
@@ -342,7 +341,7 @@ class Muon(SkipsSteps, Optimizer):
         rank, options = self.engine.rank, replace(self._options, offload=to)
         named = [(trained.fqn, trained.param) for trained in rank.params]
         context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
-        check_plan(context, self._algorithm, features_of)
+        check_plan(context, self._algorithm, self.engine.features_of)
         self._options = options
         params = moved(rank.params, self.state, to)
         self.engine.rebuild(params, self._options)

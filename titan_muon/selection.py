@@ -11,12 +11,11 @@ from torch import Tensor
 
 from .algorithms import algorithm_of
 from .engine import Selection
-from .features import features_of
 from .options import MuonOptions
 from .orthogonalize import Dispatch
 from .plan.planning import Planner
 
-# Imports are local, so that a step by the rule imports no code of the search.
+# Imports are local, so that `from titan_muon import Muon` and a step by the rule import no code of the search.
 
 
 def select(
@@ -27,6 +26,8 @@ def select(
         from .algorithms.fused import with_fused
 
         options = with_fused(options, device, tensors, groups)
+    from .features import features_of
+
     dispatch, planner = _dispatch_and_planner(options, device)
     return Selection(options, algorithm_of(options, groups), dispatch, planner, features_of)
 

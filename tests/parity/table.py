@@ -30,6 +30,8 @@ Options = dict[str, Any]
 SEVERAL: Options = {"buffer_gib": 6_000 / 2**30}
 FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 KEPT: Options = {"state": "owner"}
+RULE: Options = {"planner": "rule"}
+"""Two rounds for small models, and hierarchical returns with replicas."""
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
 SKIP: Options = {"on_bad_gradient": "skip_step"}
 MISSING: Options = {"on_bad_gradient": "skip_missing"}
@@ -144,6 +146,10 @@ def options() -> list[Row]:
         row("hierarchical, replicated", layouts=("replicated",), **network),
         row("hierarchical, plain", layouts=("plain",), **network),
         row("hierarchical, 8 ranks", 8, ("hsdp", "hsdp x tp"), **network),
+        row("rule", layouts=(*FOUR, "owned"), options=RULE, proof="several buckets"),
+        row("rule, hierarchical", layouts=("hsdp",), options=RULE, proof="hierarchical"),
+        row("rule, 8 ranks", 8, EIGHT, options=RULE, proof="hierarchical"),
+        *(row(f"rule, {name}", options={**options, **RULE}) for name, options in exchanges.items()),
         *(row(name, layouts=(*MIXED, "fsdp beside tp"), options=options) for name, options in changed.items()),
         *(row(f"{name}, owned", 2, ("owned", "fsdp"), options=changed[name]) for name in OWNED_TOO),
         *(row(f"state owner, {name}", options={**KEPT, **options}) for name, options in keeping.items()),
@@ -212,6 +218,7 @@ def overlaps() -> list[Row]:
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
         row("forward, 2 ranks", 2, options={**FORWARD, "buffer_gib": 4_000 / 2**30}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
+        row("forward, rule", options={**FORWARD, **RULE, "buffer_gib": "auto"}, proof="several buckets", **IN_MODULES),
         row("forward, hierarchical", layouts=("hsdp",), sharded=True, options=network, proof="hierarchical"),
         row("forward, original", options=FORWARD, math={"adjust_lr_fn": "original"}, **IN_MODULES),
     ]

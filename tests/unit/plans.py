@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.machines import rates
 from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.plan.planner import make_plan
+from titan_muon.plan.planning import PlanRequest
+from titan_muon.plan.rule import plan_by_rule
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.types import (
     Bucket,
@@ -34,7 +36,7 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.plan.terms.work import Work, standard_elements, standard_flops
+from titan_muon.plan.terms.work import Elements, Work, standard_elements, standard_flops
 from titan_muon.tensors.matrices import stack_of
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))
@@ -233,7 +235,7 @@ def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
 def plans(
     draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True, overlaps: Sequence[Overlap] = ("none",)
 ) -> Plan:
-    """Plans of `make_plan`; with `cut`, half of the plans have matrices in random buckets, with random owners."""
+    """Plans of both planners; with `cut`, half of the plans have matrices in random buckets, with random owners."""
     parameters = draw(parameter_lists())
     exchange = draw(st.sampled_from(exchanges))
     # In half of the plans some matrix sets the step's end.
@@ -245,6 +247,7 @@ def plans(
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
         buffer_gib=draw(st.sampled_from(["auto", 256 / 2**30, 1024 / 2**30, 4096 / 2**30])),
         overlap=draw(st.sampled_from(overlaps)),
+        planner=draw(st.sampled_from(["search", "search", "rule"])),
     )
     plan = first_plan(parameters, machine, options, replace(options, buffer_gib="auto"))
     if draw(st.booleans()):
@@ -258,10 +261,17 @@ def first_plan(parameters: Sequence[Parameter], machine: MachineRates, *options:
     """A plan of the first accepted options: buffers may be too small."""
     for choice in options[:-1]:
         try:
-            return make_plan(parameters, mixed_work, choice, machine)
+            return either_plan(parameters, machine, choice)
         except ValueError:
             continue
-    return make_plan(parameters, mixed_work, options[-1], machine)
+    return either_plan(parameters, machine, options[-1])
+
+
+def either_plan(parameters: Sequence[Parameter], machine: MachineRates, options: MuonOptions) -> Plan:
+    """The plan by the planner of the options."""
+    if options.planner == "rule":
+        return plan_by_rule(PlanRequest(parameters, mixed_work, options, Elements()))
+    return make_plan(parameters, mixed_work, options, machine)
 
 
 def hierarchical(plan: Plan) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -80,6 +80,22 @@ def check_group(options: MuonOptions, group: Group) -> None:
         raise OptionError(
             error.option, f"{error.problem}, in the group of {listed(group['param_names'], 2)}"
         ) from error
+
+
+UNSCALED = frozenset({"muon", "muoneq", "muoneq_both", "muoneq_columns", "muonh"})
+"""Algorithms without an average of squares."""
+
+
+def check_used(options: MuonOptions, algorithms: Collection[str]) -> None:
+    """Raise OptionError for an option without effect on these algorithms, of all groups: a frozen one may thaw."""
+    for name, needed, is_used in (
+        ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not UNSCALED.issuperset(algorithms)),
+        ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
+        ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
+    ):
+        value = getattr(options, name)
+        if not is_used and value != getattr(MuonOptions, name):
+            raise OptionError(name, f"= {value} has no effect without {needed}; set both, or neither")
 
 
 def _made_alone(options: MuonOptions) -> Algorithm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ class ByParameter(Several):
         self._all[call.parts[0].parameter].after_return(call, params)
 
 
-STEPS = {
+STEPS: Mapping[str, str] = {
     "before_gather": "the momentum",
     "orthogonalize": "the orthogonalization",
     "after_return": "the update of the weights",

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..adam import AdamW
-from ..algorithms import algorithms_in
+from ..algorithms import algorithms_in, check_used
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
 from ..engine import elements_of, plan_step
-from ..features import check_used
 from ..muon import Muon
 from ..options import Machine
 from ..plan.cost.passes import passes_of

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from ..options import MuonOptions, OptionError
+from ..options import MuonOptions
 from ..step.algorithm import Algorithm
 from ..step.feature import Feature
 
@@ -35,19 +35,3 @@ def features_of(options: MuonOptions, algorithm: Algorithm) -> tuple[Feature, ..
     """The features that are on. Imports their files and no others."""
     on = (entry for entry in FEATURES if entry.is_on(options, algorithm))
     return tuple(getattr(import_module(entry.file, __package__), entry.name)() for entry in on)
-
-
-UNSCALED = frozenset({"muon", "muoneq", "muoneq_both", "muoneq_columns", "muonh"})
-"""Algorithms without an average of squares."""
-
-
-def check_used(options: MuonOptions, algorithms: Collection[str]) -> None:
-    """Raise OptionError for an option without effect on these algorithms, of all groups: a frozen one may thaw."""
-    for name, needed, is_used in (
-        ("beta2", "algorithm = 'normuon', 'adamuon' or 'soap'", not UNSCALED.issuperset(algorithms)),
-        ("soap_freq", "algorithm = 'soap'", "soap" in algorithms),
-        ("momentum_start", "momentum_warmup_steps", options.momentum_warmup_steps > 0),
-    ):
-        value = getattr(options, name)
-        if not is_used and value != getattr(MuonOptions, name):
-            raise OptionError(name, f"= {value} has no effect without {needed}; set both, or neither")

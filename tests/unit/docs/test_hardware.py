@@ -63,7 +63,7 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.delenv("TRITON_INTERPRET", raising=False)
         recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon" / "titan" / "__init__.py")))
         context: Any = SimpleNamespace(options=MuonOptions(fused=True), device=kind, named=())
-        fused_errors = refusal(lambda: fused.check(context))
+        fused_errors = refusal(lambda: fused.FusedFeature().check(context))
     works = {"CPU": "works", "NVIDIA 9.0 (Hopper)": "one GPU"}.get(name, "untested")
     trains = works if device.this_device() == kind else "on the CPU"
     assert library == ("refused" if missing_streams(kind) else works)
