@@ -307,6 +307,11 @@ class MuonOptions(StepOptions, Hyperparameters, Expert):
         return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
 
     @property
+    def by_matrix(self) -> bool:
+        """Whether element-wise work needs each matrix apart, because of its blocks of 8-bit momentum."""
+        return self.state_dtype == "int8"
+
+    @property
     def wire_bytes(self) -> int:
         return 4 if self.wire_dtype == "float32" else 2
 

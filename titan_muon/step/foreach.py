@@ -64,8 +64,9 @@ def passes_of(
         drawn = drawn or stochastic
         kept, temporary = 0, 0
         if not options.fused:
-            # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-            kept += wide * (1 + (state_bytes < wide) + (device != "cpu"))
+            # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum. A GradScaler, as
+            # accelerators may have, takes a scaled copy of the gradients.
+            kept += wide * (1 + (state_bytes < wide)) + size * (device != "cpu")
             temporary = BYTES if stochastic else size if size > wire_bytes else 0
             if device == "cpu" and size == wire_bytes == 2 and not stochastic:
                 # `add_scaled` converts updates of 16 bits.
@@ -74,7 +75,7 @@ def passes_of(
         advance.append(kept)
         apply.append(temporary)
         flags = {"stochastic": stochastic, "cautious": options.cautious, "fused": options.fused is True}
-        traffics.append(traffic(size, state_bytes, wire_bytes, **flags))
+        traffics.append(traffic(size, state_bytes, wire_bytes, device=device, **flags))
     limit = chunk_bytes(device)
     return ElementwiseCost(
         advance_elements=limit // WIDE_BYTES,

@@ -13,7 +13,7 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "overlap")
 )
-DECORATORS = ["tensors.fused_kernels", *(f"algorithms.{name}" for name in ("fused", "keeping", "scaling"))]
+DECORATORS = ["tensors.fused_kernels", "algorithms.fused"]
 FILES = [*FEATURES, *DECORATORS]
 
 STEPS = """

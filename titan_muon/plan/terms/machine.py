@@ -83,7 +83,16 @@ NORMALIZING_BYTES = 10
 """Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
 
 
-def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool, fused: bool = False) -> Traffic:
+def traffic(
+    element: int,
+    state: int,
+    wire: int,
+    *,
+    stochastic: bool,
+    cautious: bool,
+    fused: bool = False,
+    device: str = "cuda",
+) -> Traffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
     Counts the operators of `algorithms/muon.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
@@ -91,8 +100,8 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
     `fused`: kernels of `tensors/fused_kernels.py`.
     """
     if fused:
-        # Each tensor once, and the norm of the update.
-        return Traffic(2 * state + element + wire, 1, 2 * element + 2 * wire, 2)
+        # Each tensor once.
+        return Traffic(2 * state + element + wire, 1, 2 * element + wire, 1)
     # lerp in the wider dtype, another for Nesterov, and packing.
     wide = max(element, state)
     advance, launches = 7 * wide + wire, 3
@@ -101,12 +110,15 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
     if state < wide:
         advance, launches = advance + 2 * (state + wide), launches + 2
     if stochastic:
-        # The norm of the update. Weights and updates in float32, a hash of each element, and the way back.
-        return Traffic(advance, launches, 120 + 2 * wire + 60 * cautious, 17 + 6 * cautious)
-    # The norm of the update, decay, updates in the dtype of wider weights, and the sum.
-    apply, apply_launches = (6 * element + 2 * wire, 4) if wire < element else (4 * element + 2 * wire, 3)
+        # Weights and updates in float32, a hash of each element, and the way back.
+        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
+    # Decay, updates in the dtype of wider weights, and the sum.
+    apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
     if cautious:
-        apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
+        apply, apply_launches = apply + 4 * element + wire + 10 * max(element, wire), apply_launches + 6
+    if device == "cpu" and element == wire == 2:
+        # `add_scaled` converts what it adds to float32.
+        apply, apply_launches = apply + 8 * (1 + cautious), apply_launches + 1 + cautious
     return Traffic(advance, launches, apply, apply_launches)
 
 
@@ -144,8 +156,6 @@ COLLECTIVE_OPERATORS = 10
 """Operators that take the host as long as a collective: checks, events and streams take about 50 us."""
 BATCH_OPERATORS = 7
 """Operators of a batch beside Newton-Schulz: copies of pieces to and fro, and zeros for what is not finite."""
-BUCKET_OPERATORS = 6
-"""Operators that check the updates of a bucket."""
 STEP_OPERATORS = 10
 """Operators of the report of a step."""
 ERROR = (0.9, 2.8)
