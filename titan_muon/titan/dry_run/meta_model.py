@@ -78,7 +78,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
 def whole_model(recipe: Recipe) -> tuple[ModelSize, tuple[Assignment, ...]]:
     """Size and parameters of the recipe's model, whatever its degrees. Raises as `build_meta_model`."""
     alone = Parallelism(spmd_backend=recipe.parallelism.spmd_backend)
-    placement = replace(recipe.placement, replicas=None, tp_pieces="peers")
+    placement = replace(recipe.placement, replicas=None)
     recipe = replace(recipe, parallelism=alone, placement=placement)
     with _recipe_errors(), planning_for("cuda"), fake_world(1, 0):
         config = trainer_config(recipe, Run(folder=recipe.dump_folder), 1)
