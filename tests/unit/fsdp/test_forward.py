@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.features.test_forward import Run, Sharding, evaluate
-from tests.dist.features.test_overlap import SLOW
+from tests.parity.table import SLOW
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.features.test_overlap import LAYERS, planned
 from tests.unit.plan.test_timeline import four_rounds
