@@ -126,7 +126,7 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
 
 def test_forward_overlap_exposes_only_the_first_round() -> None:
     """Four rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back."""
-    plan, machine = four_rounds(backward=False)
+    plan, machine = four_rounds()
     played = {
         buffer_sets: timeline(replace(plan, buffer_sets=buffer_sets), machine, overlap="forward")
         for buffer_sets in (4, 1)
