@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_muon.owned import Owners, gather, is_owned, own
-from titan_muon.owned.owners import TPPieces
 
 DIM, HIDDEN, BLOCKS, BATCH, LENGTH = 32, 80, 3, 8, 6
 
@@ -54,7 +53,7 @@ class Setup:
     """Placement of a model: `owned`, `sharded` (FSDP2 alone) or `alone` (a single process, the whole batch).
 
     `prepare` changes the model before the placement. `tensor`: degree of tensor parallelism within the blocks.
-    `tp_pieces`: option of `Owners`. `shard_first`: call fully_shard before own.
+    `shard_first`: call fully_shard before own.
     """
 
     placement: str
@@ -63,7 +62,6 @@ class Setup:
     prepare: Callable[[Net], None] | None = None
     replicas: int = 1
     tensor: int = 1
-    tp_pieces: TPPieces = "peers"
     shard_first: bool = False
 
 
@@ -103,7 +101,7 @@ def place(model: Net, setup: Setup, mesh: DeviceMesh) -> Owners | None:
         fully_shard(model, mesh=mesh, mp_policy=setup.policy)
         summed_plainly(model)
         return None
-    owners = Owners(model, mesh=mesh, params=matrices(model), tp_pieces=setup.tp_pieces)
+    owners = Owners(model, mesh=mesh, params=matrices(model))
     options: dict[str, Any] = {"owners": owners, "mp_policy": setup.policy, "reshard_after_forward": setup.reshard}
     for layer in dict.fromkeys(model.layers):
         if setup.shard_first:

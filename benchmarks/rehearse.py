@@ -49,11 +49,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "TP 8, owned": (
         *("--parallelism.tensor_parallel_degree", "8"),
-        *("--placement.muon", "owned", "--placement.tp_pieces", "peers"),
-    ),
-    "TP 8, owned whole": (
-        *("--parallelism.tensor_parallel_degree", "8"),
-        *("--placement.muon", "owned", "--placement.tp_pieces", "whole"),
+        *("--placement.muon", "owned"),
     ),
     "PP 4": ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"),
 }
@@ -66,7 +62,7 @@ WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
     "qwen3_0.6b": ("owned", "FSDP", "HSDP 8, one momentum"),
     "qwen3_8b": ("FSDP, offload", "HSDP 8, owned", "TP 8"),
-    "llama3_8b": ("TP 8", "TP 8, owned whole", "owned"),
+    "llama3_8b": ("TP 8", "TP 8, owned", "owned"),
     "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),
     "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "TP 4, EP 8"),
     "gpt_oss_20b": ("EP 8", "EP 8", "EP 8"),

@@ -125,12 +125,10 @@ class Layout:
     Attributes:
         axes: sizes of the mesh's axes by name, from TorchTitan's names; empty for plain tensors.
         owned: whether the two matrices of the layer are whole on one rank each.
-        tp_pieces: as of `Owners`, for owned matrices.
     """
 
     axes: Mapping[str, int]
     owned: bool = False
-    tp_pieces: Literal["peers", "whole"] = "peers"
 
     def model(self) -> nn.Module:
         """The model on rank 0."""
@@ -150,7 +148,7 @@ class Layout:
         owned = set[nn.Parameter]()
         if self.owned:
             matrices = [layer.other.weight, layer.up.weight]
-            owners = Owners(model, mesh=sharding, params=matrices, tp_pieces=self.tp_pieces)
+            owners = Owners(model, mesh=sharding, params=matrices)
             owned = own(layer, owners=owners)
         fully_shard(layer, mesh=sharding, ignored_params=owned)
         fully_shard(model, mesh=sharding)
@@ -172,7 +170,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "HSDP + TP": Layout({"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     "owned": Layout({"dp_shard": 8}, owned=True),
     "owned + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True),
-    "owned whole + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True, tp_pieces="whole"),
 }
 PAIRS = "HSDP + TP"
 """The layout for pairs of options, because every option has something to act on."""

@@ -176,8 +176,8 @@ class Expert:
     on_bad_gradient: OnBadGradient = "error"
     """A missing gradient raises on all ranks that share matrices. A matrix with a non-finite gradient gets no update,
     and the next step raises there. `skip_missing`: a parameter without a gradient on some rank stays as it is on all
-    ranks, which agree before each step, so that the host waits. `skip_step`: after a missing or non-finite gradient on
-    any rank, the step changes nothing on all ranks, and the next step warns."""
+    ranks. With it the host waits in every step, because ranks that share matrices agree before. `skip_step`: after a
+    missing or non-finite gradient on any rank, the step changes nothing on all ranks, and the next step warns."""
 
     idle: Literal["move", "hold"] = "move"
     """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
@@ -309,6 +309,11 @@ class MuonOptions(StepOptions, Hyperparameters, Expert):
     def counts_steps(self) -> bool:
         """Whether a step needs its number, besides for stochastic rounding."""
         return self.momentum_warmup_steps > 0 or self.state_dtype == "int8"
+
+    @property
+    def by_matrix(self) -> bool:
+        """Whether element-wise work needs each matrix apart, because of its blocks of 8-bit momentum."""
+        return self.state_dtype == "int8"
 
     @property
     def wire_bytes(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from .ranges import OptionError
 
+C = TypeVar("C")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -19,6 +21,11 @@ class Removed(NamedTuple):
     problem: str
 
 
+TP_PIECES = Removed(
+    "peers",
+    'was removed: "whole" kept all pieces of an owned matrix on one tensor-parallel rank; leave it out, and each rank '
+    "keeps its piece",
+)
 OPTIONS: Mapping[str, Removed] = MappingProxyType(
     {
         **{
@@ -46,6 +53,9 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
         "muon.expert.block_lr_scale": Removed(
             1.0, "was removed with whole_freq: it scaled the learning rate of steps on parts; leave it out"
         ),
+        "placement.tp_pieces": TP_PIECES,
+        # The name before tp_pieces.
+        "placement.tensor_parallel": TP_PIECES,
     }
 )
 
@@ -86,20 +96,25 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 def refuse_removed(names: Iterable[str]) -> None:
     """Raise OptionError for an option of an earlier version."""
     for name in names:
-        if found := OPTIONS.get(f"muon.expert.{name}") or OPTIONS.get(f"muon.{name}"):
-            raise OptionError(name, found.problem)
+        for table in ("muon.expert", "muon", "placement"):
+            if found := OPTIONS.get(f"{table}.{name}"):
+                raise OptionError(name, found.problem)
 
 
-def refuses_removed(options: type[T]) -> type[T]:
+def refusing_removed(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which raises OptionError for a keyword of an earlier version."""
+
+    @wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> T:
+        refuse_removed(keywords)
+        return function(*args, **keywords)
+
+    return call
+
+
+def refuses_removed(options: type[C]) -> type[C]:
     """The class with a constructor that raises OptionError for an option of an earlier version."""
-    made = options.__init__
-
-    @wraps(made)
-    def construct(self: T, **values: Any) -> None:
-        refuse_removed(values)
-        made(self, **values)
-
-    options.__init__ = construct  # type: ignore[method-assign, assignment]
+    options.__init__ = refusing_removed(options.__init__)  # type: ignore[method-assign]
     return options
 
 

@@ -149,7 +149,7 @@ OWNED_STEPS = {
     "pieces of tensor parallelism": (
         TWO_PEERS,
         1,
-        'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not',
+        'tensor parallelism cuts owned matrices; placement.muon = "owned" without TP would not',
     ),
 }
 """Further keys, how often a matrix is orthogonalized, and why the step communicates."""
@@ -169,30 +169,11 @@ def test_the_dry_run_explains_an_owned_step_with_collectives(case: str, dry_run:
         assert plan["collectives_per_step"] == 0
 
 
-def test_owners_of_whole_tensor_parallel_matrices_start_no_collective(dry_run: DryRun) -> None:
-    """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
-    plan, printed = dry_run("llama_muon", 4, *OWNED, *TWO_PEERS, "--placement.tp_pieces", "whole")
-    assert plan["collectives_per_step"] == 0
-    assert plan["orthogonalizations"] == plan["muon_matrices"]
-    pattern = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
-    ((count, sent),) = re.findall(pattern, printed)
-    assert int(count) == plan["muon_matrices"]
-    held = [owner["bytes"] for owner in plan["owners"]]
-    assert max(held) <= 1.1 * sum(held) / 4
-    # A piece of the two stays; all are computed with in bfloat16 and rest in float32.
-    assert float(sent) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("key", "degree", "default", "other"),
-    [("replicas", TWO_REPLICAS, "one", "each"), ("tp_pieces", TWO_PEERS, "peers", "whole")],
-)
-def test_the_default_of_owned_placement_is_the_documented_default(
-    key: str, degree: tuple[str, ...], default: str, other: str, dry_run: DryRun
-) -> None:
-    plan, _ = dry_run("llama_muon", 4, *OWNED, *degree)
-    assert dry_run("llama_muon", 4, *OWNED, *degree, f"--placement.{key}", default)[0] == plan
-    assert dry_run("llama_muon", 4, *OWNED, *degree, f"--placement.{key}", other)[0] != plan
+def test_the_default_of_owned_placement_is_the_documented_default(dry_run: DryRun) -> None:
+    words = ("llama_muon", 4, *OWNED, *TWO_REPLICAS)
+    plan, _ = dry_run(*words)
+    assert dry_run(*words, "--placement.replicas", "one")[0] == plan
+    assert dry_run(*words, *EACH)[0] != plan
 
 
 def test_a_rule_with_an_owner_places_an_owner_in_every_replica(dry_run: DryRun) -> None:

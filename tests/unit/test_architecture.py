@@ -75,9 +75,9 @@ def part(path: Path) -> str:
 PLAN, ARITHMETIC = "titan_muon.plan", tuple(f"titan_muon.{name}" for name in TENSORS_ONLY)
 ALLOWED: Mapping[str, tuple[str, ...]] = {
     "plan": (PLAN, "titan_muon.options"),
-    "orthogonalize": ("titan_muon.orthogonalize", "titan_muon.plan.terms", "titan_muon.options"),
+    "orthogonalize": ("titan_muon.orthogonalize", "titan_muon.plan.terms", "titan_muon.options", "titan_muon.removed"),
     "tensors": (PLAN, *ARITHMETIC),
-    "options": (PLAN, "titan_muon.ranges", *ARITHMETIC),
+    "options": (PLAN, "titan_muon.ranges", "titan_muon.removed", *ARITHMETIC),
     "comm": (PLAN, "titan_muon.comm", "titan_muon.tensors"),
     "audit": ("titan_muon.audit",),
 }

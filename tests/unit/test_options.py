@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from tests.shared import muon_keywords
-from titan_muon import Hybrid, Muon, options
+from titan_muon import Hybrid, Muon, Owners, options, own
 from titan_muon.options import (
     EXPERT,
     HYPERPARAMETERS,
@@ -162,6 +162,8 @@ def test_absent_options_are_not_checked() -> None:
         (lambda: Expert(split_over=2), "split_over was removed: .*leave it out"),  # type: ignore[call-arg]
         (lambda: Hybrid(nn.Linear(4, 4), tp_mode="owner"), "tp_mode was removed: .*leave it out"),  # type: ignore[arg-type]
         (lambda: Expert(whole_freq=5), "whole_freq was removed: .*leave it out"),  # type: ignore[call-arg]
+        (lambda: own(nn.Linear(4, 4), tp_pieces="whole"), "tp_pieces was removed: .*leave it out"),  # type: ignore[call-arg]
+        (lambda: Owners(nn.Linear(4, 4), tp_pieces="peers"), "tp_pieces was removed: .*leave it out"),  # type: ignore[call-arg]
         (lambda: Muon([], block_lr_scale=0.5), "block_lr_scale was removed with whole_freq"),  # type: ignore[arg-type]
     ],
 )

@@ -98,7 +98,7 @@ SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
         ({"soap_freq": 5}, "soap_freq = 5 has no effect without algorithm = 'soap'; set both, or neither"),
         (
             {"algorithm": ["normuon", "adamuon"]},
-            "algorithm = ['normuon', 'adamuon']: two of these have a state of the same",
+            "algorithm = ['normuon', 'adamuon']: two of these keep a state of the same name; take one",
         ),
         (
             {"algorithm": ["soap", "adamuon"]},

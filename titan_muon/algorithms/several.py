@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -51,11 +52,13 @@ class ByParameter(Several):
         self._all[call.parts[0].parameter].after_return(call, params)
 
 
-STEPS: Mapping[str, str] = {
-    "before_gather": "the momentum",
-    "orthogonalize": "the orthogonalization",
-    "after_return": "the update of the weights",
-}
+STEPS: Mapping[str, str] = MappingProxyType(
+    {
+        "before_gather": "the momentum",
+        "orthogonalize": "the orthogonalization",
+        "after_return": "the update of the weights",
+    }
+)
 """Steps of which one algorithm of a composition may have its own, by their first method."""
 
 

@@ -8,7 +8,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ..options import OnBadGradient
 from ..tensors.dtensor import local
 from ..tensors.names import listed
 from ..tensors.storage import TrainedParam, placement_key
@@ -133,7 +132,7 @@ def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collect
             raise kind(remedy.format(names=faulty, details=details))
 
 
-ALLOWED: Mapping[OnBadGradient, tuple[Fault, ...]] = {
+ALLOWED: Mapping[str, tuple[Fault, ...]] = {
     "error": (),
     "skip_missing": (Fault.NO_GRADIENT,),
     "skip_step": (Fault.NOT_FINITE, Fault.NO_GRADIENT),

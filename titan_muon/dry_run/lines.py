@@ -152,7 +152,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str,
         if repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.expert.replicas = "split" shares out replicas; "redundant" would not', ""
         elif is_owned(parameters[fqn]):
-            yield 'tensor parallelism cuts owned matrices; placement.tp_pieces = "whole" would not', ""
+            yield 'tensor parallelism cuts owned matrices; placement.muon = "owned" without TP would not', ""
         else:
             yield 'sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not', family(fqn)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.exchange import Traffic
 from ..tensors.device import current_device
-from ..tensors.dtensor import local
 from . import private
-from .param import OwnedParam, OwnedPart
 
 HIGH_PRIORITY = -1
 
@@ -51,64 +49,6 @@ class Streams:
         return self._device.stream(stream)
 
 
-class TensorParallelPeers:
-    """The ranks of a tensor-parallel group, and point-to-point messages between them. Collective over the peers."""
-
-    def __init__(self, mesh: DeviceMesh, traffic: Traffic) -> None:
-        # Not the mesh's own group, because messages would queue behind the model's collectives.
-        ranks = dist.get_process_group_ranks(mesh.get_group())
-        self._group, self._traffic = dist.new_group(ranks, use_local_synchronization=True), traffic
-        self.rank: int = self._group.rank()
-        self.size: int = self._group.size()
-
-    def scatter(self, parts: Iterable[OwnedPart], unsharded: Mapping[OwnedParam, Tensor]) -> None:
-        """Fill this rank's pieces in `unsharded`, and send held pieces to the peers."""
-        messages = []
-        for part in parts:
-            view = part.of(unsharded[part.param])
-            if part.holder == self.rank:
-                # In the compute dtype, for fewer bytes.
-                pieces = ((peer, part.stored(peer).to(view).contiguous()) for peer in self._peers())
-                messages += [self._message(dist.isend, piece, peer) for peer, piece in pieces]
-            elif part.holder is not None:
-                messages.append(self._message(dist.irecv, view, part.holder))
-        self._exchange(messages)
-
-    def collect(self, parts: Sequence[OwnedPart], sums: Sequence[Tensor]) -> Iterator[tuple[OwnedPart, Tensor]]:
-        """The parts held on this rank with whole gradients; `sums`: the gradients of this rank's pieces."""
-        messages: list[dist.P2POp] = []
-        gathered: list[tuple[OwnedPart, Tensor, dict[int, Tensor]]] = []
-        for part, total in zip(parts, sums, strict=True):
-            if part.holder is None:
-                gathered.append((part, total, {}))
-            elif part.holder == self.rank:
-                whole = total.new_empty(local(part.param.owned_param).shape)
-                whole[part.piece(self.rank)] = total
-                from_peers = {p: torch.empty_like(whole[part.piece(p)]).contiguous() for p in self._peers()}
-                messages += [self._message(dist.irecv, piece, peer) for peer, piece in from_peers.items()]
-                gathered.append((part, whole, from_peers))
-            else:
-                messages.append(self._message(dist.isend, total, part.holder))
-        self._exchange(messages)
-        for part, whole, from_peers in gathered:
-            for peer, piece in from_peers.items():
-                whole[part.piece(peer)] = piece
-            yield part, whole
-
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.size) if peer != self.rank]
-
-    def _message(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        self._traffic.add(tensor.nbytes if operation is dist.isend else 0)
-        return dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
-
-    def _exchange(self, messages: Iterable[dist.P2POp]) -> None:
-        # After an uneven division both ends skip empty pieces.
-        started = [message for message in messages if message.tensor.numel() > 0]
-        for work in dist.batch_isend_irecv(started) if started else ():
-            work.wait()
-
-
 class OwnerComm:
     """The data-parallel ranks of a model with owned parameters, and the collectives between them.
 
@@ -117,17 +57,15 @@ class OwnerComm:
 
     Args:
         mesh: (shard,) or (replicate, shard).
-        tensor: tensor-parallel mesh with holders, or None.
 
     Attributes:
         replicate_group: the owners of the same parameters in each replica, or None.
         shard_rank, shard_size: this rank among the owners, and their number.
-        peers: the tensor-parallel ranks with holders among them, or None.
 
     Raises ValueError for an invalid mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
@@ -137,9 +75,6 @@ class OwnerComm:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self._group = mesh.get_group(mesh.ndim - 1)
         self.shard_rank, self.shard_size = self._group.rank(), self._group.size()
-        self.peers = None if tensor is None else TensorParallelPeers(tensor, self.traffic)
-        self.peer_rank = 0 if self.peers is None else self.peers.rank
-        self.peer_size = 1 if self.peers is None else self.peers.size
         # NCCL launches coalesced operations as a single kernel in the current stream. gloo does not: after a refused
         # coalescing later collectives silently do nothing, and a synchronous operation blocks the host.
         self._in_stream = private.coalesces(self._group, torch.device(mesh.device_type))

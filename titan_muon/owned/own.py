@@ -16,20 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ..options import PlacementRule
+from ..removed import refusing_removed
 from .hooks import ModuleHooks, refuse_use_while_owned
-from .owners import Owners, TPPieces
+from .owners import Owners
 from .param import OwnedParam, ParamModuleInfo
 from .param_group import OwnedParamGroup
 from .state_dict import register_state_dict_hooks
 
 
+@refusing_removed
 def own(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
     params: Iterable[nn.Parameter] | None = None,
     rules: Sequence[PlacementRule] = (),
-    tp_pieces: TPPieces = "peers",
     owners: Owners | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
@@ -42,7 +43,7 @@ def own(
 
     Args:
         module: plain module, or a module given to `fully_shard` with the same parameters ignored.
-        mesh, params, rules, tp_pieces: as in `Owners`, if nothing else of the model is owned.
+        mesh, params, rules: as in `Owners`, if nothing else of the model is owned.
         owners: for the whole model, instead of these arguments.
         mp_policy: policy of `fully_shard`. Without `reduce_dtype`, gradients travel as in `fully_shard` of the
             installed PyTorch: in `param_dtype`, and from 2.15 on in the dtype of the stored parameters. A
@@ -55,19 +56,19 @@ def own(
     Returns the owned parameters, for `ignored_params` of `fully_shard`. Raises ValueError like `Owners`, and for a
     module without parameters to own or with several dtypes.
     """
-    if owners is not None and (mesh is not None or params is not None or rules or tp_pieces != "peers"):
-        raise ValueError("own takes mesh, params, rules and tp_pieces, or owners, which have them")
+    if owners is not None and (mesh is not None or params is not None or rules):
+        raise ValueError("own takes mesh, params and rules, or owners, which have them")
     if owners is None:
         if mesh is None:
             raise ValueError("own needs a mesh, or the owners of the whole model")
-        owners = Owners(module, mesh=mesh, params=params, rules=rules, tp_pieces=tp_pieces)
+        owners = Owners(module, mesh=mesh, params=params, rules=rules)
     infos, name = owners.within(module), type(module).__name__
     if not infos:
         raise ValueError(f"{name}: has no parameter with an owner, or all are owned already")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     param_dtype = _param_dtype(infos, policy)
     comm, offload = owners.comm, isinstance(offload_policy, CPUOffloadPolicy)
-    owned = [OwnedParam(fqn, info, comm.mesh, *owners.places(fqn), offload) for fqn, info in infos.items()]
+    owned = [OwnedParam(fqn, info, comm.mesh, owners.owners(fqn), offload) for fqn, info in infos.items()]
     group = OwnedParamGroup(name, owned, comm, param_dtype)
     factor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     reshard = reshard_after_forward

@@ -8,15 +8,15 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
-from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..plan.search.ownership import OwnedItem, Ownership, assign_owners, load_lines
 from ..plan.terms.work import standard_flops
+from ..removed import refusing_removed
 from ..tensors.dtensor import layer_of
 from ..tensors.matrices import split_of, stack_of
 from ..tensors.names import unwrapped
@@ -66,10 +66,6 @@ def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
     return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
 
 
-TPPieces = Literal["peers", "whole"]
-"""Storage of a matrix cut by tensor parallelism: a piece on each rank ("peers"), or all pieces on one ("whole")."""
-
-
 class Owners:
     """The owner of each parameter to store whole on a single rank, balanced over a model.
 
@@ -88,13 +84,9 @@ class Owners:
         split: for parameters with several matrices, or not 2D, see `options.Split`.
         flops: of orthogonalizing a (rows, columns) matrix, for the balance; by default five standard steps.
         elementwise: parameters for AdamW and similar rules, balanced by bytes like all vectors.
-        tp_pieces: storage of matrices cut by tensor parallelism. "peers": a piece on each tensor-parallel rank,
-            gathered in every step. "whole": on a single rank, without communication in a step; forward and backward
-            move pieces to the tensor-parallel ranks and back.
 
     Attributes:
-        ownership: owners of each parameter as ranks of the shard axis; for "whole" with cut parameters, of the shard
-            axis times tensor parallelism, which is innermost.
+        ownership: owners of each parameter as ranks of the shard axis.
         traffic: bytes and calls sent from this rank.
 
     Raises ValueError for a parameter tied, owned or sharded already, without matrices, or outside the model; for a mesh
@@ -103,6 +95,7 @@ class Owners:
 
     ownership: Ownership
 
+    @refusing_removed
     def __init__(
         self,
         model: nn.Module,
@@ -113,10 +106,7 @@ class Owners:
         split: Sequence[Split] = (),
         flops: FlopCount = FIVE_STANDARD_STEPS,
         elementwise: Iterable[nn.Parameter] = (),
-        tp_pieces: TPPieces = "peers",
     ) -> None:
-        if tp_pieces not in get_args(TPPieces):
-            raise ValueError(f"tp_pieces = {tp_pieces!r} is not one of {', '.join(get_args(TPPieces))}")
         every = _named_infos(model)
         choices = _choices(every, params, rules)
         self.infos = {fqn: every[fqn] for fqn in choices}
@@ -132,26 +122,19 @@ class Owners:
             _check_ownable(fqn, info.param, mesh, split, named=fqn in named)
         if not choices:
             raise ValueError("nothing to own: the model has no matrix; pass params, or use fully_shard alone")
-        self._gathered = _cut_by_peers(self.infos) if tp_pieces == "whole" else {}
-        self.comm = OwnerComm(mesh, next(iter(self._gathered.values()), None))
+        self.comm = OwnerComm(mesh)
         self.traffic, self.context = self.comm.traffic, HookContext(self.comm)
         bytes_alone = set(elementwise)
         # For the whole model, because module by module the first ranks would get most of each module.
         items = [
-            _item(fqn, info.param, choices[fqn], split, None if info.param in bytes_alone else flops, self._gathered)
+            _item(fqn, info.param, choices[fqn], split, None if info.param in bytes_alone else flops)
             for fqn, info in self.infos.items()
         ]
-        self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
+        self.ownership = assign_owners(items, self.comm.shard_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
-        """The owners of a parameter, in the order of dim 0."""
+        """The owners of a parameter on the shard axis, in the order of dim 0."""
         return self.ownership.owners[[item.fqn for item in self.ownership.items].index(fqn)]
-
-    def places(self, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The owners on the shard axis, and the holder of each in tensor parallelism, or None."""
-        size = self.comm.peer_size
-        shards, peers = zip(*(divmod(rank, size) for rank in self.owners(fqn)), strict=True)
-        return shards, peers if fqn in self._gathered else None
 
     def within(self, module: nn.Module) -> dict[str, ParamModuleInfo]:
         """The parameters of `module` to own and not yet owned."""
@@ -195,47 +178,16 @@ def _choices(
     return {fqn: settings.get(every[fqn].param, owner) for fqn, owner in owners.items()}
 
 
-def _cut_by_peers(infos: Infos) -> dict[str, DeviceMesh]:
-    """The meshes of parameters cut by tensor parallelism. Raises ValueError for different meshes or placements."""
-    meshes: dict[str, DeviceMesh] = {}
-    for fqn, info in infos.items():
-        inner = OriginalPlacement.of(info.param)
-        if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
-            continue
-        common = next(iter(meshes.values()), inner.mesh)
-        if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != common:
-            raise ValueError(
-                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tp_pieces = 'whole' needs a Shard "
-                "placement on a common mesh of one axis: leave it to 'peers'"
-            )
-        meshes[fqn] = inner.mesh
-    return meshes
-
-
-def _item(
-    fqn: str,
-    parameter: Tensor,
-    owner: Owner,
-    split: Sequence[Split],
-    flops: FlopCount | None,
-    gathered: Mapping[str, DeviceMesh],
-) -> OwnedItem:
-    """The load of a parameter. A single peer holds a `gathered` parameter; all peers hold the rest.
-
-    Without `flops` only bytes count.
-    """
-    inner, whole = OriginalPlacement.of(parameter), fqn in gathered
-    held = parameter.shape if whole else inner.size(parameter.shape)
-    peers = 1 if whole else next((mesh.size() for mesh in gathered.values()), 1)
-    item = OwnedItem(fqn, layer_of(fqn), 0, held.numel() * parameter.element_size(), owner=owner, replicas=peers)
+def _item(fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None) -> OwnedItem:
+    """The load of a parameter. Without `flops` only bytes count."""
+    held = OriginalPlacement.of(parameter).size(parameter.shape)
+    item = OwnedItem(fqn, layer_of(fqn), 0, held.numel() * parameter.element_size(), owner=owner)
     if flops is None or parameter.ndim < 2:
         return item
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
-    # If gathered along dim 0, a piece's rows would match no owner's part.
-    is_stack = stack.row_dims > 1 and stack.is_separable(parameter.shape)
-    if not is_stack or (whole and inner.placements[0].is_shard(0)):
+    if stack.row_dims == 1 or not stack.is_separable(parameter.shape):
         return replace(item, flops=cost)
     # This rank and its expert-parallel peers divide only the local experts.
     return replace(item, flops=cost * held[0] // len(parameter), units=held[0])

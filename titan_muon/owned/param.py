@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..plan.terms.layout import Intervals, chunk, region
+from ..plan.terms.layout import chunk, region
 from ..tensors.dtensor import from_local, layout_of, layout_on, local
 from . import private
 from .private import OwnerMesh, joint_mesh
@@ -34,19 +34,11 @@ class OriginalPlacement:
             return torch.Size(shape)
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None, "this rank is on the parameter's mesh"
-        return torch.Size(sum(stop - start for start, stop in dim) for dim in self._region(shape, coordinate))
-
-    def piece(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """A rank's piece, for a mesh of a single axis with `Shard`."""
-        runs = [[*dim, (0, 0)][0] for dim in self._region(shape, (rank,))]
-        return tuple(slice(start, stop) for start, stop in runs)
+        held = region(layout_on("", shape, self.mesh, self.placements), coordinate)
+        return torch.Size(sum(stop - start for start, stop in dim) for dim in held)
 
     def wrap(self, piece: Tensor, like: Tensor) -> Tensor:
         return piece if self.mesh is None else from_local(piece, self.mesh, self.placements, like)
-
-    def _region(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Intervals, ...]:
-        assert self.mesh is not None, "a plain tensor has no pieces"
-        return region(layout_on("", shape, self.mesh, self.placements), coordinate)
 
 
 # [Note: owned tensors]
@@ -56,9 +48,6 @@ class OriginalPlacement:
 #   the axes of tensor or expert parallelism, with unchanged pieces; and `owner`, of size 1, or larger for a stack of
 #   experts whose owners divide dim 0. `owner` is last because DTensor cuts a dim from left to right, and the owners
 #   divide the local experts of expert parallelism.
-# - Holder: with `tp_pieces = "whole"`, the tensor-parallel rank of an owner with all pieces. The owned parameter
-#   has no mesh axis of tensor parallelism. In a pass the holder sends each peer its piece, and the peer then acts as an
-#   owner of the piece.
 # - Owned part: an owner's share of a parameter, all of it or some of its experts.
 # - Unsharded buffer: flat, one per param group, in the compute dtype. Parameters with a single owner come first, sorted
 #   by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part.
@@ -68,8 +57,6 @@ class OriginalPlacement:
 # - Reduced gradient: the sum over data-parallel ranks, on the owner, added to the owned parameter's `grad`.
 
 OWNER_AXIS = "owner"
-HOLDER_AXIS = "holder"
-"""Replaces OWNER_AXIS for a holder, because DTensor treats meshes of equal ranks and names as equal."""
 DATA_AXES = ("replicate", "shard")
 """Default axis names."""
 
@@ -95,8 +82,8 @@ class ParamModuleInfo:
 class OwnedParam:
     """See [Note: owned tensors]. The constructor registers the owned parameter on the module.
 
-    `owners`: ranks of the mesh's last axis. `holders`: tensor-parallel rank of each owner's holder, or None. `parts`:
-    by owner, in the order of dim 0. `unsharded_accumulated_grad`: in the reduce dtype.
+    `owners`: ranks of the mesh's last axis. `parts`: by owner, in the order of dim 0. `unsharded_accumulated_grad`: in
+    the reduce dtype.
     """
 
     def __init__(
@@ -105,21 +92,15 @@ class OwnedParam:
         info: ParamModuleInfo,
         data_mesh: DeviceMesh,
         owners: Sequence[int],
-        holders: Sequence[int] | None,
         offload_to_cpu: bool,
     ) -> None:
         self.fqn, self._info, self.inner = fqn, info, OriginalPlacement.of(info.param)
-        owned = place_on_owners(info.param, data_mesh, owners, holders)
+        owned = place_on_owners(info.param, data_mesh, owners)
         if offload_to_cpu and not owned.is_meta:
             owned = nn.Parameter(owned.detach().cpu(), requires_grad=owned.requires_grad)
         self.unsharded_size = self.inner.size(owned.shape)
         self.parts = tuple(
-            OwnedPart(
-                self,
-                owner,
-                *chunk(self.unsharded_size[0], len(owners), number),
-                None if holders is None else holders[number],
-            )
+            OwnedPart(self, owner, *chunk(self.unsharded_size[0], len(owners), number))
             for number, owner in enumerate(owners)
         )
         self.unsharded_accumulated_grad: Tensor | None = None
@@ -195,16 +176,12 @@ class OwnedParam:
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """An owner's rows `start` to `stop` of an unsharded parameter.
-
-    `holder`: tensor-parallel rank with all pieces, or None.
-    """
+    """An owner's rows `start` to `stop` of an unsharded parameter."""
 
     param: OwnedParam
     owner: int
     start: int
     stop: int
-    holder: int | None
 
     @property
     def size(self) -> torch.Size:
@@ -212,14 +189,6 @@ class OwnedPart:
 
     def of(self, unsharded: Tensor) -> Tensor:
         return unsharded.narrow(0, self.start, self.stop - self.start)
-
-    def piece(self, rank: int) -> tuple[slice, ...]:
-        """A tensor-parallel rank's piece within the holder's tensor."""
-        return self.param.inner.piece(self.param.owned_param.shape, rank)
-
-    def stored(self, rank: int) -> Tensor:
-        stored = local(self.param.owned_param)
-        return stored if self.holder is None else stored[self.piece(rank)]
 
 
 def is_owned(tensor: Tensor) -> bool:
@@ -230,15 +199,6 @@ def is_owned(tensor: Tensor) -> bool:
 def holders(tensor: DTensor) -> tuple[int, ...]:
     """Global ranks with elements of an owned tensor."""
     return tuple(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
-
-
-def peer_elements(tensor: DTensor) -> dict[int, int]:
-    """Elements that each holder sends to tensor-parallel peers in a pass, by global rank."""
-    mesh = tensor.device_mesh
-    if not isinstance(mesh, OwnerMesh) or mesh.holders is None or mesh.inner is None:
-        return {}
-    peers = mesh.inner.size() - 1
-    return {rank: held * peers // (peers + 1) for rank, held in held_elements(tensor).items()}
 
 
 def held_elements(tensor: DTensor) -> dict[int, int]:
@@ -254,17 +214,11 @@ def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
     return from_local(piece, owned.device_mesh, owned.placements, owned)
 
 
-def place_on_owners(
-    param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int], holders: Sequence[int] | None = None
-) -> nn.Parameter:
-    """The owned parameter of an original parameter. A single owner keeps the original storage.
-
-    With holders, collective over the tensor-parallel ranks.
-    """
+def place_on_owners(param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int]) -> nn.Parameter:
+    """The owned parameter of an original parameter. A single owner keeps the original storage."""
     inner = OriginalPlacement.of(param)
-    mesh = owner_mesh(data_mesh, inner.mesh, owners, holders)
-    placements = inner.placements if holders is None else ()
-    piece, coordinate = local(param.detach()) if holders is None else _whole(param), mesh.get_coordinate()
+    mesh = owner_mesh(data_mesh, inner.mesh, owners)
+    piece, coordinate = local(param.detach()), mesh.get_coordinate()
     if coordinate is None:
         # Global size and stride on every rank, because checkpoints and state dicts compare these.
         piece = piece.new_empty(0)
@@ -272,28 +226,16 @@ def place_on_owners(
         part = chunk(len(piece), len(owners), coordinate[-1])
         # Clone, because a view would keep the whole stack in memory.
         piece = piece[part.start : part.stop].clone()
-    outer = [Replicate()] * (mesh.ndim - 1 - len(placements))
-    owned = from_local(piece, mesh, [*outer, *placements, Shard(0) if len(owners) > 1 else Replicate()], param)
+    outer = [Replicate()] * (mesh.ndim - 1 - len(inner.placements))
+    last = Shard(0) if len(owners) > 1 else Replicate()
+    owned = from_local(piece, mesh, [*outer, *inner.placements, last], param)
     return nn.Parameter(owned, requires_grad=param.requires_grad)
 
 
-def _whole(param: Tensor) -> Tensor:
-    assert isinstance(param, DTensor), "only cut parameters have holders"
-    # The holder fills the parameter later.
-    if param.is_meta:
-        return torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return DTensor.full_tensor(param.detach())  # type: ignore[arg-type]
-
-
-def owner_mesh(
-    data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int], holders: Sequence[int] | None = None
-) -> OwnerMesh:
+def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int]) -> OwnerMesh:
     """The mesh of a parameter; arguments as in `OwnerMesh`. `inner` is a slice of the same root mesh."""
     joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
     data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]
     names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()), OWNER_AXIS)
-    ranks = [joint.mesh.select(data_mesh.ndim - 1, owner) for owner in owners]
-    if holders is None:
-        return OwnerMesh(torch.stack(ranks, dim=-1), names, data_mesh, tuple(owners), inner)
-    held = torch.stack([at.select(-1, holder) for at, holder in zip(ranks, holders, strict=True)], dim=-1)
-    return OwnerMesh(held, (*data_names[:-1], HOLDER_AXIS), data_mesh, tuple(owners), inner, tuple(holders))
+    ranks = torch.stack([joint.mesh.select(data_mesh.ndim - 1, owner) for owner in owners], dim=-1)
+    return OwnerMesh(ranks, names, data_mesh, tuple(owners), inner)

@@ -43,7 +43,6 @@ class OwnedParamGroup:
         self._comm, self._param_dtype = comm, param_dtype
         # Once, because with many experts the host time in forward matters.
         self._mine, self._runs = owned_by(comm.shard_rank, self.params), runs(parts_of(self.params))
-        self._stored = [part for part in self._mine if part.holder in (None, comm.peer_rank)]
         self._buffer: Tensor | None = None
         self._views: dict[OwnedParam, Tensor] = {}
         self._works: list[dist.Work] = []
@@ -70,10 +69,8 @@ class OwnedParamGroup:
         # See [Note: streams and memory].
         streams.gather.wait_stream(streams.current)
         with streams.within(streams.gather):
-            for part in self._stored:
-                part.of(self._views[part.param]).copy_(part.stored(self._comm.peer_rank), non_blocking=True)
-            if self._comm.peers is not None:
-                self._comm.peers.scatter(self._mine, self._views)
+            for part in self._mine:
+                part.of(self._views[part.param]).copy_(local(part.param.owned_param), non_blocking=True)
             owners, sizes = self._runs
             self._works = self._comm.gather(owners, buffer.split(sizes))
             self._gathered = streams.gather.record_event()
@@ -127,7 +124,7 @@ class OwnedParamGroup:
 
     def _owned_versions(self) -> list[int]:
         # DTensor operations and optimizers each increase only one of the two versions.
-        owned = [part.param.owned_param for part in self._stored]
+        owned = [part.param.owned_param for part in self._mine]
         return [param._version + local(param)._version for param in owned]
 
     def _resized_buffer(self) -> Tensor:

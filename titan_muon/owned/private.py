@@ -21,7 +21,7 @@ class OwnerMesh(MeshWithoutGroups):
     """The holders of an owned parameter; further ranks are non-participants.
 
     `data`: data-parallel mesh of this rank, with the `owners` on its last axis. `inner`: tensor-parallel mesh for this
-    rank's piece, or None. `holders`: for each owner the rank of `inner` with all pieces; None: a piece on every rank.
+    rank's piece, or None.
     """
 
     refusal = (
@@ -37,9 +37,8 @@ class OwnerMesh(MeshWithoutGroups):
         data: DeviceMesh,
         owners: tuple[int, ...],
         inner: DeviceMesh | None,
-        holders: tuple[int, ...] | None = None,
     ) -> None:
-        self.data, self.owners, self.inner, self.holders = data, owners, inner, holders
+        self.data, self.owners, self.inner = data, owners, inner
         super().__init__(data.device_type, ranks, names)
 
     def __repr__(self) -> str:

@@ -76,9 +76,8 @@ class Reduction:
             # gloo has no reduction with a premultiplied factor as used by FSDP2.
             if self._divide_factor != 1:
                 self._sum.div_(self._divide_factor)
-            sums, peers = views(self._sum, [part.size for part in self._mine]), self._comm.peers
-            whole = zip(self._mine, sums, strict=True) if peers is None else peers.collect(self._mine, sums)
-            for part, total in whole:
+            sums = views(self._sum, [part.size for part in self._mine])
+            for part, total in zip(self._mine, sums, strict=True):
                 part.param.add_reduced_grad(total)
 
     def release(self) -> None:

@@ -30,8 +30,6 @@ def gather(tensor: Tensor) -> Tensor:
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh):
         return tensor.full_tensor().clone()
-    if mesh.holders is not None:
-        return _from_owners(tensor, mesh, tensor.shape)
     # Data-parallel ranks first, so that each tensor-parallel rank has its piece.
     axes = 0 if mesh.inner is None else mesh.inner.ndim
     inner = OriginalPlacement(mesh.inner, tuple(tensor.placements[-1 - axes : -1]))
@@ -45,12 +43,8 @@ def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
     for number, owner in enumerate(mesh.owners):
         start, stop = chunk(size[0], len(mesh.owners), number)
         part, is_owner = whole.narrow(0, start, stop - start), mesh.data.get_local_rank(axis) == owner
-        holder = None if mesh.holders is None else mesh.holders[number]
-        if is_owner and (holder is None or (mesh.inner is not None and mesh.inner.get_local_rank() == holder)):
+        if is_owner:
             part.copy_(stored)
-        if is_owner and holder is not None and mesh.inner is not None:
-            # The holder's peers then broadcast to their own data-parallel ranks.
-            dist.broadcast(part, group=mesh.inner.get_group(), group_src=holder)
         if mesh.data.size(axis) > 1:
             # Each replica has owners.
             dist.broadcast(part, group=mesh.data.get_group(axis), group_src=owner)

@@ -248,7 +248,7 @@ class _Builder:
     def joined(self, pieces: Sequence[StoredPiece], *, draws: bool = False) -> Sequence[StoredPiece]:
         """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
         drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
-        return pieces if drawn or self.rank.options.state_dtype == "int8" else joined(pieces)
+        return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
 
 
 def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:

@@ -197,10 +197,7 @@ def changed_groups(rank: int, world_size: int) -> tuple[list[str], str]:
 
 def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank() -> None:
     for errors, of_an_object in run_ranks(changed_groups, 2, timeout=SECONDS):
-        of_schedule = {errors.pop(2), errors.pop()}
         assert all("ns_steps, ns_coefficients, eps or algorithm changed since Muon" in text for text in errors)
-        # The plan fits these coefficients.
-        assert all("hyperparameters differed between ranks in the last step" in text for text in of_schedule)
         assert of_an_object == "", "the addresses of objects are not compared"
 
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from tests.dist.features.test_overlap import raised
 from tests.dist.harness import run_ranks
 from tests.parity.table import SLOW
 from tests.shared import muon_keywords
@@ -28,6 +27,15 @@ from titan_muon.fsdp.forward_hooks import forward_updates
 FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
 STEPS = 3
 DIM, LAYERS = 16, 4
+
+
+def raised(act: Callable[[], object]) -> str:
+    """The text of the ValueError that the call raises, or an empty text."""
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class Layer(nn.Module):

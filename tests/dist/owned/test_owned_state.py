@@ -29,7 +29,6 @@ LAYOUTS = {
     "sharded": Setup("sharded"),
     "owned in replicas": Setup("owned", replicas=2),
     "owned pieces": Setup("owned", tensor=2),
-    "owned whole": Setup("owned", tensor=2, tp_pieces="whole"),
 }
 
 
@@ -78,8 +77,8 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> dict[str, np.n
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
-        ((4, "owned whole"), (2, "sharded")),
-        ((4, "owned pieces"), (2, "owned whole")),
+        ((4, "owned"), (2, "sharded")),
+        ((4, "owned pieces"), (2, "owned")),
     ],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
@@ -252,7 +251,7 @@ REFUSALS = {
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
     "grad_dtype": r"wq\.weight: has grad_dtype None, which own\(\) cannot keep",
     "neither": r"own needs a mesh, or the owners",
-    "both": r"own takes mesh, params, rules and tp_pieces, or owners",
+    "both": r"own takes mesh, params and rules, or owners",
     "elsewhere": r"Block: has no parameter with an owner",
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
@@ -19,7 +19,6 @@ from tests.reference_muon import ReferenceMuon
 from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.owned import gather, is_owned
-from titan_muon.owned.param import peer_elements
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 MATRICES, EXPERTS = 18, 8
@@ -42,7 +41,7 @@ class Case:
     joined: bool = False
 
 
-REPLICAS, WHOLE = Setup("owned", replicas=2), Setup("owned", tensor=2, tp_pieces="whole")
+REPLICAS = Setup("owned", replicas=2)
 CASES = {
     "1 rank": Case(1, Setup("owned")),
     "2 ranks and experts": Case(2, Setup("owned"), experts=True),
@@ -51,9 +50,6 @@ CASES = {
     "replicas that share the work": Case(4, REPLICAS, groups=(2, 4)),
     "joined replicas": Case(4, Setup("owned"), joined=True),
     "pieces of tensor parallelism": Case(4, Setup("owned", tensor=2), groups=(2,)),
-    "whole, TP 2": Case(2, WHOLE),
-    "whole, FSDP 2 x TP 2": Case(4, WHOLE),
-    "whole, replicas 2 x TP 2": Case(4, replace(WHOLE, replicas=2), repeats=2, replicas="redundant"),
 }
 
 
@@ -153,27 +149,6 @@ def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: b
     for phase in (0, 1):
         assert sum(sent[phase] for sent in ours) <= 1.02 * sum(sent[phase] for sent in theirs)
     assert 0 < sum(sent[2] for sent in ours) <= sum(sent[0] + sent[1] for sent in ours)
-
-
-def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
-    """Bytes sent to peers in forward and in backward, and the elements of the dry run."""
-    model = make()
-    setup = replace(WHOLE, reshard=False)
-    owners = place(model, setup, data_mesh(world_size, setup, model))
-    assert owners is not None, "the matrices are owned"
-    loss = loss_of(model, 0, 1, 0)
-    forward = owners.traffic.bytes_sent
-    loss.backward()
-    elements = sum(peer_elements(p).get(rank, 0) for p in matrices(model) if isinstance(p, DTensor))
-    return forward, owners.traffic.bytes_sent - forward, elements
-
-
-def test_holders_send_the_dry_runs_bytes_to_tensor_parallel_peers() -> None:
-    """Half of each matrix goes to the other rank in forward, and the gradient returns in backward."""
-    ranks = run_ranks(sent_to_peers, 2)
-    for (forward, _, elements), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
-        assert forward == backward == 4 * elements > 0
-    assert sum(elements for *_, elements in ranks) == sum(p.numel() for p in matrices(make())) / 2
 
 
 def documented(rank: int, world_size: int) -> tuple[int, float]:

@@ -118,7 +118,7 @@ def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, s
 
 
 PLAIN, TENSOR = Setup("owned"), Setup("owned", tensor=2)
-HALF, WHOLE = Setup("owned", policy=BF16), Setup("owned", tensor=2, tp_pieces="whole")
+HALF = Setup("owned", policy=BF16)
 SETUPS = {
     "plain": PLAIN,
     "freed": Setup("owned", reshard=True),
@@ -148,9 +148,6 @@ CASES: dict[str, tuple[int, Setup, str, float, tuple[int, bool]]] = {
     "HSDP, bf16": (4, replace(HALF, replicas=2), "sharded", CLOSE, (1, True)),
     "FSDP x TP": (4, TENSOR, "sharded", 0.0, (1, True)),
     "FSDP x TP, checkpointed": (4, replace(TENSOR, prepare=checkpointed), "sharded", 0.0, (1, True)),
-    "whole, TP, bf16": (2, replace(WHOLE, policy=BF16), "sharded", 0.0, (1, True)),
-    "whole, FSDP x TP, checkpointed": (4, replace(WHOLE, prepare=checkpointed), "sharded", 0.0, (1, True)),
-    "whole, HSDP x TP": (4, replace(WHOLE, replicas=2), "sharded", CLOSE, (1, True)),
 }
 """Ranks, the setup, the other placement, the largest difference, and microbatches with their synchronization."""
 

@@ -97,7 +97,7 @@ def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first
     overlap.attach(rank)
     muon = Mock(bucket=lambda views, gradients: (None for _ in range(1)))
     for index in rank.program.late:
-        views = BucketViews(index, (), (), (), None, (), Mock())
+        views = BucketViews(index, (), (), (), None, ())
         running[index] = overlap.start(muon, views, Mock())
         assert overlap.keeps(index, running)
     overlap.end_for([rank.params[0].param], [])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.features.test_forward import Run, Sharding, evaluate
-from tests.dist.features.test_overlap import SLOW
+from tests.parity.table import SLOW
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.features.test_overlap import LAYERS, planned
 from tests.unit.plan.test_timeline import four_rounds
@@ -126,7 +126,7 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
 
 def test_forward_overlap_exposes_only_the_first_round() -> None:
     """Four rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back."""
-    plan, machine = four_rounds(backward=False)
+    plan, machine = four_rounds()
     played = {
         buffer_sets: timeline(replace(plan, buffer_sets=buffer_sets), machine, overlap="forward")
         for buffer_sets in (4, 1)

@@ -34,7 +34,7 @@ def owned_model(
     with fake_world(prod(mesh)):
         net = make(blocks=blocks)
         data = init_device_mesh("cpu", mesh) if setup.tensor == 1 else data_mesh(prod(mesh), setup, net)
-        owners = Owners(net, mesh=data, params=matrices(net), tp_pieces=setup.tp_pieces)
+        owners = Owners(net, mesh=data, params=matrices(net))
         for layer in net.layers:
             own(layer, owners=owners, reshard_after_forward=reshard)
         yield net, owners

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.owned_model import Net, Setup, loss_of, matrices
+from benchmarks.owned_model import Net, loss_of
 from tests.dist.owned.test_owned_stacks import loss_of as mixture_loss
 from tests.dist.owned.test_owned_stacks import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
@@ -123,16 +123,3 @@ def test_the_parts_of_stacks_are_ordered_as_whole_matrices(stream_order: StreamO
             for step in range(2):
                 mixture_loss(net, 0, 4, step).backward()
         assert any(parameter.grad is not None for parameter in net.parameters())
-
-
-def test_pieces_for_tensor_parallel_peers_are_ordered(stream_order: StreamOrder) -> None:
-    """Pieces leave on the gather stream, and gradients return on the reduce stream."""
-    whole = Setup("owned", tensor=2, tp_pieces="whole")
-    with owned_model((2, 2), setup=whole) as (net, owners):
-        with stream_order:
-            for step in range(2):
-                loss_of(net, 0, 2, step).backward()
-        streams = owners.comm.streams
-        for name in ("c10d::send", "c10d::recv_"):
-            assert {stream for stream, ran in stream_order.log if ran == name} == {streams.gather, streams.reduce}
-        assert any(parameter.grad is not None for parameter in matrices(net))

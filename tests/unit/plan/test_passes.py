@@ -58,7 +58,8 @@ class Moved(TorchDispatchMode):
         (torch.float32, {"cautious": True}),
         (torch.bfloat16, {}),
         (torch.bfloat16, {"rounding": "nearest"}),
-        (torch.bfloat16, {"rounding": "nearest", "wire_dtype": "float32"}),
+        (torch.bfloat16, {"rounding": "nearest", "cautious": True}),
+        (torch.bfloat16, {"rounding": "nearest", "wire_dtype": "float32", "cautious": True}),
     ],
     ids=str,
 )
@@ -73,7 +74,6 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
     bucket = engine.step.bucket(engine.step.views[0], gradients)
     with torch.no_grad(), Moved() as momentum:
         next(bucket)
-    # A larger update than an orthogonalized one is cleared.
     with torch.no_grad():
         next(bucket)
     with torch.no_grad(), Moved() as update:

@@ -57,9 +57,9 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
     # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
     assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
-    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to assemble and split matrices, and 10 to
+    # 30 bytes to advance and pack, 26 to decay and apply, four times 2 to assemble and split matrices, and 10 to
     # normalize.
-    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 28 + 8 + 10)
+    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 26 + 8 + 10)
     # A rank sends to three others, and receives from three, in each of two collectives.
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
 
@@ -67,7 +67,7 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
 def test_a_bucket_in_float32_takes_twice_the_time_of_links_and_8_bytes_more_of_copies(plan: Plan) -> None:
     wide = replace(plan, works=tuple(replace(work, wire_bytes=4) for work in plan.works))
     link, memory = replace(FREE, node=Link(64 * 64 * 2, 0)), replace(FREE, memory=64 * 64)
-    for machine, of_narrow, of_wide in ((link, 1.5, 3), (memory, 30 + 28 + 8 + 10, 30 + 28 + 16 + 10)):
+    for machine, of_narrow, of_wide in ((link, 1.5, 3), (memory, 30 + 26 + 8 + 10, 30 + 26 + 16 + 10)):
         assert (seconds(plan, machine), seconds(wide, machine)) == pytest.approx((of_narrow, of_wide))
     assert (timeline(plan, link).link, timeline(wide, link).link) == pytest.approx((1.5, 3))
 
@@ -75,8 +75,8 @@ def test_a_bucket_in_float32_takes_twice_the_time_of_links_and_8_bytes_more_of_c
 def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
     played = timeline(plan, replace(FREE, host=1, host_piece=1000))
-    # 20 of Newton-Schulz and 7 around the batch, 3 to advance, 3 to apply and 6 to check.
-    assert played.last.operators == 20 + 7 + 3 + 3 + 6 + STEP_OPERATORS
+    # 20 of Newton-Schulz and 7 around the batch, 3 to advance and 3 to apply.
+    assert played.last.operators == 20 + 7 + 3 + 3 + STEP_OPERATORS
     assert played.host == 4 * 1000 + played.last.operators + 2 * COLLECTIVE_OPERATORS
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
 
@@ -118,8 +118,8 @@ def four_rounds() -> tuple[Plan, MachineRates]:
 def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) -> None:
     """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
     plan, machine = four_rounds()
-    # A rank has a quarter of each of the four matrices of a round, with 28 bytes read and written per element.
-    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 28 / 0.2))
+    # A rank has a quarter of each of the four matrices of a round, with 26 bytes read and written per element.
+    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 26 / 0.2))
     assert played.tail == pytest.approx(tail)
 
 

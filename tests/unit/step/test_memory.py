@@ -67,8 +67,11 @@ def test_the_peak_of_a_step_equals_the_plan(dtype: torch.dtype, rows: int, optio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_plan_of_an_accelerator_counts_the_copies_of_a_step(dtype: torch.dtype) -> None:
-    """A CPU runs a call of each stage here."""
+def test_the_plan_of_an_accelerator_counts_the_copies_of_a_step(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU runs a call of each stage of a step with a GradScaler here, without the conversion that only CPUs need."""
+    monkeypatch.setattr("titan_muon.algorithms.muon.is_host", lambda device: False)
     count, options = 2**20, MuonOptions(rounding="nearest")
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
     param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
@@ -78,7 +81,11 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_step(dtype: torch.dty
     parts, no_memory = (Rectangle(0, None),), torch.empty(0).untyped_storage()
     gather = MomentumCall(group, parts, (average,), (update,))
     call = UpdateCall(group, (count, 1), parts, (param,), (update,), no_memory, scratch)
-    _, advance, _ = allocated(lambda: algorithm.before_gather(gather, gather.momentum, [grad]))
+
+    def advance_call() -> None:
+        algorithm.before_gather(gather, gather.momentum, list(torch._foreach_mul([grad], torch.tensor(0.5))))
+
+    _, advance, _ = allocated(advance_call)
     _, apply, _ = allocated(lambda: algorithm.after_return(call, call.params))
     kind = ElementKind(dtype.itemsize, 2, dtype == torch.bfloat16)
     passes = passes_of(Elements((kind,)), options)

@@ -29,8 +29,9 @@ def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
         drawn = drawn or stochastic
         kept, temporary = 0, 0
         if not options.fused:
-            # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-            kept += wide * (1 + (state_bytes < wide) + (not on_cpu))
+            # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum. A GradScaler, as
+            # accelerators may have, takes a scaled copy of the gradients.
+            kept += wide * (1 + (state_bytes < wide)) + size * (not on_cpu)
             temporary = ROUNDING_BYTES if stochastic else size if size > kind.wire_bytes else 0
             if on_cpu and size == kind.wire_bytes == 2 and not stochastic:
                 # `add_scaled` converts updates of 16 bits.
@@ -39,7 +40,7 @@ def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
         advance.append(kept)
         apply.append(temporary)
         flags = {"stochastic": stochastic, "cautious": options.cautious, "fused": options.fused is True}
-        traffics.append(traffic(size, state_bytes, kind.wire_bytes, **flags))
+        traffics.append(traffic(size, state_bytes, kind.wire_bytes, device=elements.device, **flags))
     limit = chunk_bytes(elements.device)
     return ElementwiseCost(
         advance_elements=limit // WIDE_BYTES,

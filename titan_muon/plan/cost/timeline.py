@@ -11,7 +11,7 @@ from ...options import Overlap
 from ..exchange.patterns import NO_TRAFFIC, LinkTraffic
 from ..exchange.phases import Act, hidden_returns, ordered_rounds, schedule
 from ..program import batches
-from ..terms.machine import BUCKET_OPERATORS, STEP_OPERATORS, MachineRates
+from ..terms.machine import STEP_OPERATORS, MachineRates
 from ..terms.pieces import Pieces
 from ..terms.types import Plan
 from ..terms.work import ElementwiseCost
@@ -281,11 +281,8 @@ def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
     local = share.round == LOCAL
     buckets, elements = (share.owned.batches, share.owned.elements) if local else (1, share.totals.stored)
     advance = max(buckets, -(-elements // passes.advance_elements)) * passes.traffic.advance_launches
-    # The check of the updates is counted by bucket.
-    apply = max(buckets if local else shapes, -(-elements // passes.apply_elements)) * (
-        passes.traffic.apply_launches - 1
-    )
-    return share.owned.operators + advance + apply + buckets * BUCKET_OPERATORS
+    calls = max(buckets if local else shapes, -(-elements // passes.apply_elements))
+    return share.owned.operators + advance + calls * passes.traffic.apply_launches
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:

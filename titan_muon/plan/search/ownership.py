@@ -16,10 +16,7 @@ from .owners import Balancer
 
 @dataclass(frozen=True)
 class OwnedItem:
-    """A parameter to be owned. A stack of `units` equal matrices along dim 0 may have several owners.
-
-    With `replicas` = R > 1, R neighbouring ranks have the parameter, and the first, a multiple of R, is the owner.
-    """
+    """A parameter to be owned. A stack of `units` equal matrices along dim 0 may have several owners."""
 
     fqn: str
     layer: str
@@ -27,7 +24,6 @@ class OwnedItem:
     bytes: int
     units: int = 1
     owner: Owner = "balanced"
-    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,10 @@ class Ownership:
     def loads(self) -> tuple[OwnedTotals, ...]:
         matrices, held, flops = ([0] * self.size for _ in range(3))
         for item, owners in zip(self.items, self.owners, strict=True):
-            for first, share in zip(owners, _shares(item, len(owners)), strict=True):
-                for rank in range(first, first + item.replicas):
-                    matrices[rank] += share if item.units > 1 else 1
-                    held[rank] += item.bytes * share // item.units
-                    flops[rank] += item.flops * share // item.units
+            for rank, share in zip(owners, _shares(item, len(owners)), strict=True):
+                matrices[rank] += share if item.units > 1 else 1
+                held[rank] += item.bytes * share // item.units
+                flops[rank] += item.flops * share // item.units
         return tuple(OwnedTotals(*totals) for totals in zip(matrices, held, flops, strict=True))
 
 
@@ -88,7 +83,7 @@ class _Assignment:
         self._items, self._size = items, size
         self._shares: list[_Share] = []
         for index, item in enumerate(items):
-            most = min(item.units, size) if item.owner == "balanced" and item.replicas == 1 else 1
+            most = min(item.units, size) if item.owner == "balanced" else 1
             # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
             for number, units in enumerate(filter(None, _shares(item, most))):
                 flops, held = item.flops * units // item.units, item.bytes * units // item.units
@@ -97,12 +92,8 @@ class _Assignment:
         self.owners: dict[tuple[int, int], int] = {}
 
     def _put(self, share: _Share, rank: int) -> None:
-        """Give the share to the replica block of a rank."""
-        replicas = self._items[share.item].replicas
-        first = rank - rank % replicas
-        for member in range(first, first + replicas):
-            self._balancer.add_work(share.task, member)
-        self.owners[share.item, share.number] = first
+        self._balancer.add_work(share.task, rank)
+        self.owners[share.item, share.number] = rank
 
     def give_named(self) -> None:
         """Assign items with a named rank, then each whole layer to the least loaded rank."""
@@ -135,8 +126,6 @@ class _Assignment:
             # By bytes: by FLOPs all would go to the least loaded rank.
             if share.task.flops == 0:
                 self._put(share, self._balancer.lightest())
-            elif self._items[share.item].replicas > 1:
-                self._put(share, self._balancer.least())
             else:
                 barred = in_layer if single_owner else in_stack
                 self.owners[share.item, share.number] = self._balancer.assign(share.task, heap, barred)

@@ -21,8 +21,6 @@ COLLECTIVE_OPERATORS = 10
 """Operators that take the host as long as a collective: checks, events and streams take about 50 us."""
 BATCH_OPERATORS = 7
 """Operators of a batch beside Newton-Schulz: copies of pieces to and fro, and zeros for what is not finite."""
-BUCKET_OPERATORS = 6
-"""Operators that check the updates of a bucket."""
 STEP_OPERATORS = 10
 """Operators of the report of a step."""
 ERROR = (0.9, 2.8)

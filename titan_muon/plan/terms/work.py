@@ -98,7 +98,16 @@ class Traffic(NamedTuple):
     apply_launches: int
 
 
-def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool, fused: bool = False) -> Traffic:
+def traffic(
+    element: int,
+    state: int,
+    wire: int,
+    *,
+    stochastic: bool,
+    cautious: bool,
+    fused: bool = False,
+    device: str = "cuda",
+) -> Traffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
     Counts the operators of `algorithms/muon.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
@@ -106,8 +115,8 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
     `fused`: kernels of `tensors/fused_kernels.py`.
     """
     if fused:
-        # Each tensor once, and the norm of the update.
-        return Traffic(2 * state + element + wire, 1, 2 * element + 2 * wire, 2)
+        # Each tensor once.
+        return Traffic(2 * state + element + wire, 1, 2 * element + wire, 1)
     # lerp in the wider dtype, another for Nesterov, and packing.
     wide = max(element, state)
     advance, launches = 7 * wide + wire, 3
@@ -116,12 +125,15 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
     if state < wide:
         advance, launches = advance + 2 * (state + wide), launches + 2
     if stochastic:
-        # The norm of the update. Weights and updates in float32, a hash of each element, and the way back.
-        return Traffic(advance, launches, 120 + 2 * wire + 60 * cautious, 17 + 6 * cautious)
-    # The norm of the update, decay, updates in the dtype of wider weights, and the sum.
-    apply, apply_launches = (6 * element + 2 * wire, 4) if wire < element else (4 * element + 2 * wire, 3)
+        # Weights and updates in float32, a hash of each element, and the way back.
+        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
+    # Decay, updates in the dtype of wider weights, and the sum.
+    apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
     if cautious:
-        apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
+        apply, apply_launches = apply + 4 * element + wire + 10 * max(element, wire), apply_launches + 6
+    if device == "cpu" and element == wire == 2:
+        # `add_scaled` converts what it adds to float32.
+        apply, apply_launches = apply + 8 * (1 + cautious), apply_launches + 1 + cautious
     return Traffic(advance, launches, apply, apply_launches)
 
 

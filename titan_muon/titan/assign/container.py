@@ -13,6 +13,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from titan_muon import options
+from titan_muon.algorithms import algorithm_of
 from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import parameter_table
@@ -22,12 +23,13 @@ from titan_muon.dry_run.lines import plan_lines
 from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
+from titan_muon.orthogonalize import iteration
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.types import Plan
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.tensors.storage import STEP
 from titan_muon.titan.device import adamw_implementation
-from titan_muon.titan.recipe import Recipe, as_recipe_errors
+from titan_muon.titan.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.titan.torchtitan.slot import check_unread_fields
 
 
@@ -180,6 +182,9 @@ def _flags(option: str) -> dict[str, bool]:
 def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None = None) -> HybridOptimizers.Config:
     """Container configuration of a recipe; `model`: all parameters under pipeline parallelism."""
     section = recipe.optimizer
+    for index, rule in enumerate(section.rule):
+        if rule.optimizer == "muon":
+            _check_muon_options(recipe, rule.options, f"optimizer.rule[{index}].options")
     adamw = asdict(recipe.adamw) | _flags(section.implementation)
     return HybridOptimizers.Config(
         # A run prints more, once it has a folder.
@@ -192,6 +197,18 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None =
         tables={"muon": _muon_table(recipe), "adamw": adamw},
         model=model,
     )
+
+
+def _check_muon_options(recipe: Recipe, of_rule: Mapping[str, Any], place: str) -> None:
+    """Raise RecipeError for coefficients and algorithms of a rule, which Muon would call its own."""
+    if of_rule.keys().isdisjoint(("algorithm", "ns_coefficients", "ns_steps")):
+        return
+    table = {**vars(recipe.muon), **vars(recipe.muon.expert), **of_rule}
+    try:
+        iteration(table["ns_coefficients"], table["ns_steps"], table["eps"])
+        algorithm_of(options.MuonOptions(**{name: value for name, value in table.items() if name != "expert"}))
+    except options.OptionError as error:
+        raise RecipeError(f"{place}.{error.option} {error.problem}") from error
 
 
 def offload_of(recipe: Recipe) -> options.Offload:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_muon.assignment.rules import Assignment
-from titan_muon.owned.param import peer_elements
 
 
 def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
@@ -36,22 +32,3 @@ def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment])
     stage, elements = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {elements:,} parameters"
-
-
-def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
-    """A line on the traffic of whole matrices under tensor parallelism.
-
-    `gathered`: bytes per element of parameters; `reduced`: of gradients.
-    """
-    sent, count = Counter[int](), 0
-    for parameter in parameters.values():
-        elements = peer_elements(parameter) if isinstance(parameter, DTensor) else {}
-        sent.update(elements)
-        count += bool(elements)
-    if count:
-        most = max(sent.values()) / 2**20
-        yield (
-            f'owned, whole across tensor parallelism (placement.tp_pieces = "whole"): {count:,} parameters take '
-            f"{most * gathered:,.1f} MiB from the busiest rank to its peers in forward, as many in backward, and "
-            f'{most * reduced:,.1f} MiB of gradients back; with "peers" the step would exchange them instead'
-        )

@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from titan_muon.assignment.table import decay_lines, parameter_table
 from titan_muon.dry_run import lines
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import data_problems
-from titan_muon.titan.device import passes_dtype
 from titan_muon.titan.dry_run.stages import StageReport, dry_run, is_for_this_machine
 from titan_muon.titan.dry_run.verdict import verdict_lines
 from titan_muon.titan.model.qk_clip import qk_clip_lines
-from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe import RecipeError, to_toml
 from titan_muon.titan.recipe.command_line import Command
 from titan_muon.titan.recipe.toml import without_password
 
@@ -45,7 +42,7 @@ def report(command: Command) -> None:
         f"planned for {KINDS.get(kind, kind)}",
     ]
     print("\n".join(["", *counts]))
-    _print(parts, lambda part: _plan_lines(part, recipe, full=full))
+    _print(parts, lambda part: _plan_lines(part, full=full))
     _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.estimate.machine))
     for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
@@ -61,12 +58,8 @@ def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[
         print("\n".join(["", *heading, *text(part)]))
 
 
-def _plan_lines(part: StageReport, recipe: Recipe, *, full: bool) -> Iterable[str]:
-    meta, training = part.meta, recipe.training
-    yield from lines.step_lines(meta, part.estimate)
-    gathered = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, meta.device)].itemsize
-    reduced = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
-    yield from explain.peer_lines(meta.parameters, gathered, reduced)
+def _plan_lines(part: StageReport, *, full: bool) -> Iterable[str]:
+    yield from lines.step_lines(part.meta, part.estimate)
     yield from lines.memory_lines(part.estimate, full=full)
 
 

@@ -95,7 +95,7 @@ def _own_layers(
         # `own` gathers layer by layer, so other parameters stay sharded.
         inside = {parameter for layer in layers for parameter in layer.parameters()}
         ownable = (a for a in assigned if a.fqn in muon and named[a.fqn] in inside)
-        names = {a.fqn for a in ownable if _is_matrix(recipe, a) or _cuts(recipe, a, named[a.fqn], dp_mesh, options)}
+        names = {a.fqn for a in ownable if _is_matrix(recipe, a) or _cuts(recipe, a, dp_mesh, options)}
         if not names and whole and not recipe.placement.rule:
             raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     chosen = {named[name]: owner for name, owner in placed(named, names, recipe.placement.rule).items()}
@@ -111,8 +111,6 @@ def _own_layers(
             split=splits_with(recipe.muon.split, assigned),
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise={parameter for name, parameter in named.items() if name not in muon},
-            # Expert parallelism replaces tensor parallelism in experts.
-            tp_pieces="peers" if expert_parallel else recipe.placement.tp_pieces,
         )
         for layer in layers:
             if owners.within(layer):
@@ -138,20 +136,14 @@ def _is_expert_parallel(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _cuts(
-    recipe: Recipe, stack: Assignment, parameter: nn.Parameter, dp_mesh: DeviceMesh, options: dict[str, Any]
-) -> bool:
+def _cuts(recipe: Recipe, stack: Assignment, dp_mesh: DeviceMesh, options: dict[str, Any]) -> bool:
     """Whether FSDP2 would shard each expert of a stack. Whole experts it stores in equal numbers on all ranks."""
     if _unread_stacks(recipe) is not None:
         return False
     degree = options["ep_degree"]
     # TorchTitan's count includes the replicas, unless experts are parallel.
     ranks = options["edp_mesh"]["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
-    if ranks > stack.shape[0]:
-        return True
-    # Under "whole", FSDP2 would leave a tensor-parallel stack sharded.
-    whole = recipe.placement.tp_pieces == "whole" and not _is_expert_parallel(parameter)
-    return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+    return bool(ranks > stack.shape[0])
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:

@@ -28,9 +28,6 @@ def _placement(r: Recipe) -> Violations:
     if placement.replicas == "one" and not (owns(r) and degrees.data_parallel_replicate_degree > 1):
         needed = 'placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more'
         yield "placement.replicas", f'"one" only with {needed}'
-    if placement.tp_pieces == "whole" and not (owns(r) and degrees.tensor_parallel_degree > 1):
-        needed = 'placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more'
-        yield "placement.tp_pieces", f'"whole" only with {needed}'
     if placement.rule and placement.muon not in ("shard0", "owned"):
         # Another package's placement does not read these rules.
         yield "placement.rule", 'none, unless placement.muon is "shard0" or "owned"'

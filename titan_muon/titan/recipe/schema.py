@@ -43,7 +43,6 @@ MOVED: Mapping[str, str] = MappingProxyType(
             for name, today in OTHER_NAMES.items()
             if today in EXPERT and name != "buffer_bytes"
         },
-        "placement.tensor_parallel": "placement.tp_pieces",
         "checkpoint.interval": "checkpoint.freq",
         "monitor.every": "monitor.freq",
         "debug.check_replicas": "debug.check_replicas_freq",
@@ -220,6 +219,9 @@ def _convert_union(union: Any, value: Any, key: str, source: str) -> Any:
 def _convert_free(value: Any, key: str, source: str) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_convert_free(item, f"{key}[{index}]", source) for index, item in enumerate(value))
+    if isinstance(value, dict) and key.endswith(".expert"):
+        problem = "is of all matrices, and not of a rule; write its keys under [muon.expert]"
+        raise RecipeError(f"{source}: {key} = {_shown(value)} {problem}.")
     return convert(FREE_VALUE, value, key, source)
 
 

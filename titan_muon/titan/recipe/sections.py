@@ -112,9 +112,6 @@ class Placement:
     replicas: Literal["each", "one"] | None = None
     """Owners under HSDP: `one`, or one in `each` replica. Absent: `each` for PP and owners by rank, else `one`."""
 
-    tp_pieces: Literal["peers", "whole"] = "peers"
-    """With `owned` and TP: `peers` exchange pieces in the step. `whole`: one rank has all, and passes move pieces."""
-
     rule: tuple[PlacementRule, ...] = ()  # Rules in order; the first match decides, else `placement.muon`.
 
 

@@ -59,6 +59,19 @@ def container(of: Recipe, *parts: nn.Module) -> HybridOptimizers:
     return HybridOptimizers(optimizer_config(of), model_parts=list(parts) if parts else [Model()])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("algorithm", "normoun", "= 'normoun' is unknown; did you mean 'normuon'"),
+        ("algorithm", ("normuon", "adamuon"), "take one of them"),
+        ("ns_coefficients", ((9.0, 9.0, 9.0),), "diverge"),
+    ],
+)
+def test_an_option_of_a_rule_is_refused_at_its_place(option: str, value: object, problem: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{option} .*{problem}"):
+        optimizer_config(recipe(rule("*.wq.*", "muon", lr=0.1), rule("*.wo.*", "muon", **{option: value})))
+
+
 def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
     """The names in each group of each optimizer."""
     pairs = zip(optimizers.parts.groups, optimizers.optimizers, strict=True)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.device_mesh import init_device_mesh
 
 import models  # noqa: F401 (registers the families)
-from benchmarks.owned_model import DIM, Block, make, matrices
+from benchmarks.owned_model import make, matrices
 from tests import tiny
 from titan_muon import Owners, own
 from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
-from titan_muon.owned.param import holders
-from titan_muon.tensors.process_groups import fake_world
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.recipe import RecipeError
 
@@ -82,49 +75,6 @@ def test_parameters_outside_muon_are_balanced_by_bytes() -> None:
     assert {item.flops for item in owners.ownership.items} == {0}
     held = [load.bytes for load in owners.ownership.loads()]
     assert max(held) <= 1.2 * sum(held) / 4
-
-
-@contextmanager
-def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
-    """A block with tensor-parallel matrices and replicated norms, on FSDP 2 x TP 2."""
-    with fake_world(4):
-        mesh, block = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")), Block()
-        for module in block.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                placement = Shard(0) if parameter.ndim == 2 else Replicate()
-                cut = distribute_tensor(parameter.data, mesh["tensor"], [placement], src_data_rank=None)
-                setattr(module, name, torch.nn.Parameter(cut))
-        yield block, mesh
-
-
-def test_owners_hold_whole_tensor_parallel_matrices_and_ranks_hold_replicas() -> None:
-    """Owners are ranks of both axes; a replicated matrix counts on each rank."""
-    with tensor_parallel() as (block, mesh):
-        rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
-        owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tp_pieces="whole")
-        own(block, owners=owners)
-        assert holders(block.wq.weight) == (3,)  # type: ignore[arg-type]
-        assert len(holders(block.wk.weight)) == 1  # type: ignore[arg-type]
-        assert holders(block.norm1.weight) == (2, 3)  # type: ignore[arg-type]
-        norms = sum(p.nbytes for p in (*block.norm1.parameters(), *block.norm2.parameters()))
-        held = [load.bytes for load in owners.ownership.loads()]
-        assert held[3] - norms == 4 * DIM * DIM
-        assert held[2] >= norms
-        assert sum(held) == 2 * norms + 2 * 4 * DIM * DIM
-
-
-def test_matrices_unfit_for_whole_tensor_parallel_placement_are_refused() -> None:
-    with tensor_parallel() as (block, mesh):
-        whole = {"mesh": mesh["shard"], "tp_pieces": "whole"}
-        with pytest.raises(ValueError, match=r"placement\.rule: wq\.weight cannot have owner = 4; 0 to 3 can own it"):
-            own(block, rules=[owned("wq.weight", 4)], **whole)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="tp_pieces = 'each' is not one of peers, whole"):
-            own(block, mesh=mesh["shard"], tp_pieces="each")  # type: ignore[arg-type]
-        cut = block.wq.weight.data
-        odd = DTensor.from_local(cut.to_local(), mesh["tensor"], [_StridedShard(0, split_factor=2)], run_check=False)
-        block.wq.weight = torch.nn.Parameter(odd)
-        with pytest.raises(ValueError, match=r"wq\.weight: is placed as .*StridedShard.*leave it to 'peers'"):
-            own(block, **whole)  # type: ignore[arg-type]
 
 
 def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:

@@ -60,6 +60,7 @@ PLACED = "[[placement.rule]]\nmatch = '*'\nplacement = "
 REFUSED = [
     # docs/compatibility.md has every relation of keys, and a test of the page tries them.
     ("placement.replicas = 'one'", 'placement.replicas = "one"', '"one" only with placement.muon = "owned"'),
+    ("placement.tp_pieces = 'whole'", "placement.tp_pieces was removed", "leave it out, and each rank keeps its piece"),
     ("data.tokenizer = 'hf'", "data.tokenizer_path is missing", 'because data.tokenizer = "hf"'),
     ("data.token_marks = [0]", "data.token_marks = [0]", 'its default only, unless data.source is "files"'),
     ("muon.expert.exchange = 'gather'", 'muon.expert.exchange = "gather"', 'one of "all_to_all", "all_gather"'),
@@ -74,6 +75,11 @@ REFUSED = [
     (f"{RULE}'muon'\noptions = {{lr = -1}}", "optimizer.rule[0].options.lr = -1.0", "0 or more"),
     (f"{RULE}'adamw'\noptions = {{lr = 'x'}}", 'optimizer.rule[0].options.lr = "x"', "a finite number"),
     (f"{RULE}'adamw'\noptions = {{momentum = 1}}", "options.momentum = 1", "options takes lr, betas"),
+    (
+        f"{RULE}'muon'\noptions = {{expert = {{x = 1}}}}",
+        "optimizer.rule[0].options.expert",
+        "write its keys under [muon.expert]",
+    ),
     (f"{RULE}'mine'\noptions = {{x = 2024-01-01}}", "optimizer.rule[0].options.x = 2024-01-01", "a string"),
 ]
 
