@@ -31,6 +31,7 @@ MODULES = {
     "titan_muon.orthogonalize.dispatch": ("Method",),
     "titan_muon.owned": ("full_state_dict", "gather", "is_owned", "load_full_state_dict"),
     "titan_muon.qk_clip": ("AttentionLayer", "HeadWeight", "QKClip", "key_rows", "query_rows"),
+    "titan_muon.ranges": ("at_least", "below"),
     "titan_muon.registry": ("OptimizerEntry", "Registry"),
     "titan_muon.algorithms.muon": ("MuonAlgorithm",),
     "titan_muon.state.matrix_states": ("StateSpec",),

@@ -176,6 +176,8 @@ def test_a_run_of_an_imported_family_is_exported(run: Path, tmp_path: Path) -> N
     """`imports` of the recipe count for every command on the run, also from a moved folder without the corpus."""
     moved = Path(shutil.copytree(run, tmp_path / "moved"))
     recipe = (moved / "recipe.toml").read_text().replace('"qwen3"', '"their_model"')
+    assert "/corpus/" in recipe
+    recipe = recipe.replace("/corpus/", "/gone/")
     (moved / "recipe.toml").write_text(recipe.replace("imports = []", 'imports = ["their_module"]'))
     (tmp_path / "their_module.py").write_text(FAMILY)
     words = [sys.executable, str(SCRIPTS / "export.py"), "moved", "out", "--drop-expert-bias"]

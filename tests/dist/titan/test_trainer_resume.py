@@ -12,6 +12,7 @@ from tests.dist.harness import run_ranks
 from titan_muon.muon import Muon
 from titan_muon.tensors.process_groups import forget_meshes
 from titan_muon.titan.recipe import RecipeError, load
+from titan_muon.titan.run_folder import Checksum
 
 
 def train(recipe: object) -> str:
@@ -107,14 +108,16 @@ def garbled(rank: int, world_size: int, folder: Path) -> str:
     run = Path(train(tiny.recipe(folder, training__steps=3, validator__enable="false")))
     damaged = next((run / "checkpoint" / "step-3").glob("*.distcp"))
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
-    # Like a checkpoint of a version without checksums; checksums would show the damage before the load.
-    damaged.with_name("checksums.json").unlink()
+    # With its own checksum, which would show the damage before the load.
+    sums, checksum = json.loads(damaged.with_name("checksums.json").read_text()), Checksum.of(damaged)
+    sums["files"][damaged.name] = {"bytes": checksum.bytes, "crc32": f"{checksum.crc32:08x}"}
+    damaged.with_name("checksums.json").write_text(json.dumps(sums))
     with pytest.raises(RecipeError) as error:
         train(tiny.recipe(folder, checkpoint__load=str(run)))
     return str(error.value)
 
 
-def test_a_garbled_checkpoint_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+def test_a_garbled_checkpoint_with_matching_checksums_is_named(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     message = run_ranks(garbled, 1, tmp_path)[0]
     for part in ("step-3", "cannot be loaded", "checkpoint.load_step"):

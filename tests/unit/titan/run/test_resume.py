@@ -37,11 +37,14 @@ class Trainer:
     def check_before_save(self) -> None:
         """The model is sound."""
 
+    def __init__(self) -> None:
+        self.state = {"step": STEPS, "ntokens_seen": 0}
+
     def state_dict(self) -> dict[str, Any]:
-        return {"step": STEPS}
+        return self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {"step": STEPS}
+        self.state = dict(state_dict)
 
 
 class Run:
@@ -125,6 +128,7 @@ def test_a_checkpoint_without_an_option_continues_with_the_recipes_value(
     older = Run(recipe(), checkpoint.parents[1])
     known = {k: v for k, v in older.optimizers.state_dict().items() if not k.endswith((".ns_steps", ".fused"))}
     monkeypatch.setattr(older.optimizers, "state_dict", lambda: known)
+    older.checkpoints.states["train_state"].state["step"] = STEPS + 1
     older.checkpoints.save(STEPS + 1, last_step=True)
     run = resumed(recipe(muon=sections.Muon(ns_steps=3)), checkpoint.with_name(f"step-{STEPS + 1}"))
     assert run.group("muon")["ns_steps"] == 3

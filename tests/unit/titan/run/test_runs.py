@@ -449,6 +449,10 @@ def test_nothing_in_a_run_folder_is_opened_through_a_link(tmp_path: Path) -> Non
         else:
             begin(opened, changed, tokenizer="{}")
         assert victim.read_text() == "untouched", name
+    (run / "run.json").unlink()
+    (run / "run.json").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        assert RunFolder(run).id
 
 
 def test_a_step_folder_of_another_run_is_refused(tmp_path: Path) -> None:
