@@ -99,7 +99,6 @@ def test_runs_of_other_batch_sizes_are_compared_by_tokens_and_by_seconds(
     assert cells(found["Recipe"])["tokens a step"] == ["2,048", "1,024"]
     assert "Warning: the runs do not train on the same tokens in a step" in found["Recipe"]
     assert cells(found["Training loss"])["102,400"] == ["5.0000", "5.0000 (+0.0000)"]
-    assert cells(sections(capsys, *runs, "--x", "seconds")["Training loss"])["4.0"] == ["4.0000", "5.5000 (+1.5000)"]
 
 
 def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
