@@ -11,7 +11,7 @@
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     CALL=1, 2, 3 or 4: what is measured on one GPU, at most 8 minutes each; DEVICE=cpu rehearses it
 # make gpu-wheels  packages for make gpu on a machine without a network, in .cache/wheels
-# make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
+# make soak    2,000 steps twice, undisturbed and with random kills: the same digits; at most an hour
 # make wheel   the wheel in .cache/wheel, installed in an environment of its own, where it plans and trains outside of the checkout
 # make site    README and docs as a searchable site in site/; a dead link fails
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table

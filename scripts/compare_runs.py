@@ -142,14 +142,12 @@ def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
     missing = [run.label for run in runs if not run.of(key)]
     if missing:
         return f"Not recorded by {', '.join(missing)}."
-    places = evenly(common_steps(runs, key, axis))
-    rows = [
-        [amount(place, axis), *with_differences([value_at(run.of(key), place) for run in runs])] for place in places
-    ]
+    places = evenly(common_steps(runs, key))
+    rows = [[amount(place), *with_differences([value_at(run.of(key), place) for run in runs])] for place in places]
     ends = [max(run.of(key)) for run in runs]
     if not places or len(set(ends)) > 1:
         lasts = with_differences([run.of(key)[end] for run, end in zip(runs, ends, strict=True)])
-        rows.append(["end", *(f"{axis} {amount(end, axis)}: {last}" for end, last in zip(ends, lasts, strict=True))])
+        rows.append(["end", *(f"{axis} {amount(end)}: {last}" for end, last in zip(ends, lasts, strict=True))])
     if any(run.seeds > 1 for run in runs):
         deviations = [list(run.spread.get(key, {}).values())[-1:] for run in runs]
         rows.append(["± over seeds", *(f"{value[0]:.4f}" if value else ABSENT for value in deviations)])
@@ -157,7 +155,7 @@ def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
 
 
 def reach_section(runs: Sequence[RunRecord], key: str, window: float, axis: str) -> str:
-    """Steps, tokens or seconds until the smoothed `key` first reaches each threshold, and seconds if recorded."""
+    """Steps or tokens until the smoothed `key` first reaches each threshold, and seconds if recorded."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
     places, seconds = [], []
     for name, loss in thresholds(curves).items():
@@ -166,16 +164,16 @@ def reach_section(runs: Sequence[RunRecord], key: str, window: float, axis: str)
             None if place is None else run.of(f"seconds.{key}").get(place)
             for run, place in zip(runs, reached, strict=True)
         ]
-        places.append([name, *with_ratios(reached, int(axis == "seconds"))])
+        places.append([name, *with_ratios(reached, 0)])
         seconds.append([name, *with_ratios(times, 1)])
     if not places:
         return "No run ended with a finite value."
     unit = axis.replace("step", "steps")
     parts = [
-        f"Means of the last {amount(window, axis)} {unit}; ratios to {runs[0].label}.",
+        f"Means of the last {amount(window)} {unit}; ratios to {runs[0].label}.",
         markdown(f"{unit} to", runs, places),
     ]
-    if axis != "seconds" and any(run.of(f"seconds.{key}") for run in runs):
+    if any(run.of(f"seconds.{key}") for run in runs):
         parts.append(markdown("seconds to", runs, seconds))
     return "\n\n".join(parts)
 
@@ -193,7 +191,7 @@ def speed_section(runs: Sequence[RunRecord]) -> str:
 
 def report(runs: Sequence[RunRecord], metric: str, window: float, axis: str = "step") -> str:
     """The whole text: the runs, then the sections."""
-    ends = [amount(max(place for key in LOSSES for place in run.of(key)), axis) for run in runs]
+    ends = [amount(max(place for key in LOSSES for place in run.of(key))) for run in runs]
     names = [f"- {run.label}: {run.folder}, to {axis} {end}" for run, end in zip(runs, ends, strict=True)]
     sections = {"Recipe": recipe_section(runs)}
     sections |= {title: loss_section(runs, key, axis) for key, title in LOSSES.items()}
@@ -207,7 +205,7 @@ def compare(
     output: Path | None = None,
     metric: Literal["loss", "val_loss", "bits_per_byte"] = "loss",
     title: str | None = None,
-    x: Literal["step", "tokens", "seconds"] = "step",
+    x: Literal["step", "tokens"] = "step",
 ) -> None:
     """Compare two or more runs, the others to the first. Runs that differ by their seeds alone are one curve with a
     band of a standard deviation.
@@ -217,14 +215,14 @@ def compare(
         output: The picture, .png or .svg; default: compare.png in the folder that has all the runs.
         metric: Metric to reach and to draw; `loss` also draws the validation loss.
         title: Heading of the picture.
-        x: Compare losses at the same step, after the same number of tokens, or after the same time.
+        x: Compare losses at the same step, or after the same number of tokens.
     """
     if output is not None and output.suffix not in (".png", ".svg"):
         raise RunError(f"--output {output}: the suffix must be .png or .svg")
     if output is not None and not output.parent.is_dir():
         raise RunError(f"--output {output}: there is no folder {output.parent}")
     records = read_runs(runs, metric, x)
-    window = smoothing_window(common_steps(records, metric, x), x)
+    window = smoothing_window(common_steps(records, metric), x)
     print(report(records, metric, window, x))
     picture = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
     write_picture(records, metric, window, title, picture, x)

@@ -18,10 +18,10 @@ SEEDS = frozenset({"debug.seed", "data.seed"})
 PICTURE = "compare.png"
 MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
-LOSS_FIELDS = tuple((loss, name) for loss in LOSSES for name in (loss, f"seconds.{loss}"))
+LOSS_FIELDS = tuple(name for loss in LOSSES for name in (loss, f"seconds.{loss}"))
 
 Series = dict[float, float]
-"""A recorded quantity by step, tokens or seconds, in ascending order."""
+"""A recorded quantity by step or tokens, in ascending order."""
 
 
 class RunError(ValueError):
@@ -57,17 +57,15 @@ class RunRecord:
         return self.series.get(key, {})
 
     def along(self, axis: str) -> "RunRecord":
-        """The same run with losses by `axis` instead of by step, except losses of steps without recorded tokens
-        or seconds.
-        """
+        """The same run with losses by `axis` instead of by step, except losses of steps without recorded tokens."""
 
         def moved(tables: dict[str, Series]) -> dict[str, Series]:
-            return tables | {name: self._move(tables[name], axis, key) for key, name in LOSS_FIELDS if name in tables}
+            return tables | {name: self._move(tables[name]) for name in LOSS_FIELDS if name in tables}
 
         return self if axis == "step" else replace(self, series=moved(self.series), spread=moved(self.spread))
 
-    def _move(self, values: Series, axis: str, loss: str) -> Series:
-        places = self.of("tokens" if axis == "tokens" else f"seconds.{loss}")
+    def _move(self, values: Series) -> Series:
+        places = self.of("tokens")
         return {round(places[step], 3): value for step, value in values.items() if step in places}
 
     def median(self, key: str) -> float | None:
@@ -190,7 +188,7 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
         recipe, series = read_recipe(RunFolder(folder)), read_series(RunFolder(folder))
         if metric not in series:
             raise RunError(f"{folder / METRICS}: `{metric}` was not recorded")
-        needed = {"step": metric, "tokens": "tokens", "seconds": f"seconds.{metric}"}[axis]
+        needed = metric if axis == "step" else axis
         if needed not in series:
             raise RunError(f"{folder / METRICS}: `{axis}` was not recorded; compare with --x step")
         ranks = RunFolder(folder).world_size
@@ -203,7 +201,7 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
     runs = [over_seeds(group).along(axis) for group in settings.values()]
     labels = unique_labels([run.folder for run in runs], [run.recipe for run in runs])
     runs = [replace(run, label=labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
-    if not common_steps(runs, metric, axis):
+    if not common_steps(runs, metric):
         raise RunError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
     return runs
 
@@ -232,12 +230,9 @@ def over_seeds(runs: Sequence[RunRecord]) -> RunRecord:
     return replace(runs[0], recipe=recipe, series=series, spread=spread, seeds=len(runs))
 
 
-def common_steps(runs: Sequence[RunRecord], key: str, axis: str = "step") -> list[float]:
-    """Steps or tokens with `key` in every run, or evenly spaced seconds within all runs, in order."""
-    if axis != "seconds":
-        return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
-    first, last = max(min(run.of(key)) for run in runs), min(max(run.of(key)) for run in runs)
-    return [first + (last - first) * i / 10 for i in range(11)] if first < last else []
+def common_steps(runs: Sequence[RunRecord], key: str) -> list[float]:
+    """Steps or tokens with `key` in every run, in order."""
+    return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
 
 
 def value_at(series: Series, place: float) -> float:
@@ -245,18 +240,15 @@ def value_at(series: Series, place: float) -> float:
     return series[max(step for step in series if step <= place)]
 
 
-def amount(value: float, axis: str) -> str:
-    """A number of steps, tokens or seconds, as text."""
-    return f"{value:,.1f}" if axis == "seconds" else f"{value:,.0f}"
+def amount(value: float) -> str:
+    """A number of steps or tokens, as text."""
+    return f"{value:,.0f}"
 
 
 def smoothing_window(steps: Sequence[float], axis: str = "step") -> float:
     """Moving-average window along `axis`, equal for all runs: a twentieth of the last step, at most 100 steps."""
-    return {
-        "step": min(100, max(1, steps[-1] // 20)),
-        "tokens": max(1, steps[-1] // 20),
-        "seconds": steps[-1] / 20,
-    }[axis]
+    window = max(1, steps[-1] // 20)
+    return min(100, window) if axis == "step" else window
 
 
 def smooth(series: Series, window: float) -> Series:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import tyro
 
-from scripts.plan_experts import row
 from scripts.plan_scale import main, model_seconds
 from scripts.plan_scale import plan_numbers as planned
 
@@ -93,11 +92,3 @@ def test_json_writes_the_numbers_to_the_passed_path(tmp_path: Path, capsys: pyte
     (numbers,) = document["rows"]
     assert (numbers["model"], numbers["ranks"]) == ("qwen3_0.6b", 2)
     assert "| qwen3_0.6b | 2 |" in capsys.readouterr().out
-
-
-def test_matrices_on_the_ranks_of_a_replica_alone_take_the_time_of_all_expert_parallel_ranks() -> None:
-    """The small case of scripts/plan_experts.py: experts are whole on a rank, and the other matrices make the step."""
-    names = {f"layers.{n}.experts.w1": (128, 64, 64) for n in range(2)}
-    names |= {f"layers.{n}.w{kind}.weight": (2048, 2048) for n in range(32) for kind in range(4)}  # type: ignore[misc]
-    everywhere, alone = (float(row(names, 8, replicas).split("|")[5]) for replicas in (None, "redundant"))
-    assert alone > 4 * everywhere

@@ -22,7 +22,7 @@ COMMANDS: dict[str, str] = {
     f"{TITAN} train --config {{recipe}} {SMALL} --name again": TRAINED,
     f"{TITAN} plan {DRY_RUN}": r".*\S",
     f"{TITAN} compare {{run}} {{run2}} --output {{out}}/c.png": r"Picture: .*c\.png",
-    f"{TITAN} sweep {{recipe}} muon.lr=1e-3 {SMALL} --out {{out}}/sweep --dump_folder {{out}}/runs": r".*\S",
+    f"{TITAN} sweep {{recipe}} muon.lr=1e-3 {SMALL} --dump_folder {{out}}/runs": r".*\S",
     f"{PYTHON} scripts/sweep.py {{recipe}} muon.lr=1e-3,2e-3 --dry-run": r"2 runs of 1 process\(es\) each",
     f"{PYTHON} scripts/compare_runs.py {{run}} {{run2}} --output {{out}}/d.png": r"Picture: .*d\.png",
     f"{PYTHON} scripts/sample.py {{run}} --tokens 3": r"(?s).*",
@@ -30,7 +30,6 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} scripts/export.py {{run}} {{out}}/exported --drop-expert-bias": r"step 2 of .* is in .*exported",
     # Each needs more than ten seconds for its smallest case.
     f"{PYTHON} scripts/soak.py --help": r".*\S",
-    f"{PYTHON} scripts/plan_experts.py --help": r".*\S",
     f"{PYTHON} scripts/plan_scale.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_step.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_owned.py --help": r".*\S",

@@ -17,7 +17,6 @@ from docs import make_api, make_coefficients, make_compatibility, make_memory, m
 from tests.shared import muon_keywords
 from titan_muon import Muon, registry
 from titan_muon.comm.faults import REMEDIES
-from titan_muon.titan.checks.ranks import NOT_ZERO
 from titan_muon.titan.recipe import constraints
 from titan_muon.titan.recipe.degrees import TORCH_NEEDS
 from titan_muon.titan.torchtitan import compat
@@ -138,7 +137,6 @@ def test_every_public_and_every_imported_name_is_documented() -> None:
     ("page", "section", "messages"),
     [
         ("faults.md", "Faults of a step", list(REMEDIES.values())),
-        ("troubleshooting.md", "Checks of a sound run", list(NOT_ZERO.values())),
     ],
 )
 def test_every_message_of_a_fault_has_a_row(page: str, section: str, messages: list[str]) -> None:

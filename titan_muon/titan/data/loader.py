@@ -48,8 +48,9 @@ class PackedDataLoader(BaseDataLoader):
         tokenizer: DocumentTokenizer,
         seq_len: int,
         local_batch_size: int,
+        **unused: Any,
     ) -> None:
-        """Raises RecipeError if the text is shorter than a block."""
+        """Raises RecipeError if the text is shorter than a block. `unused`: TorchTitan's options of other loaders."""
         documents, corpus = config.documents, open_corpus(config.documents, tokenizer)
         data, held_out = documents.data, config.validation
         numbers = documents.validation if held_out else documents.training

@@ -43,6 +43,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
             for name, today in OTHER_NAMES.items()
             if today in EXPERT and name != "buffer_bytes"
         },
+        "muon.rule": "muon.algorithm",
         "checkpoint.interval": "checkpoint.freq",
         "monitor.every": "monitor.freq",
         "debug.check_replicas": "debug.check_replicas_freq",

@@ -52,6 +52,8 @@ def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LE
         tokenizer=tokenizer_config(data).build(tokenizer_path="unused"),
         seq_len=seq_len,
         local_batch_size=batch,
+        # As TorchTitan's trainer.
+        snapshot_every_n_steps=1,
     )
 
 

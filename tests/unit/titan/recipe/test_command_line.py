@@ -147,7 +147,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--dry-run", "--json"], ["json is given no value"]),
         (["--dry-run", "--json", "/no/plan.json"], ["--json /no/plan.json: there is no folder /no; make it, or name"]),
         (["--dry-run", "--html=a.html"], ["--html was removed", "--json FILE"]),
-        (["--muon.rule", "normuon"], ["Did you mean muon.algorithm?"]),
+        (["--muon.rule", "normuon"], ["muon.rule", "has moved; write [muon] algorithm = "]),
         (["--data.text_key", "body"], ["data.text_key", "it takes its default only, unless data.source"]),
         (["--adamw.betas", "0.9,x"], ['adamw.betas[1] = "x"', "a finite number"]),
         (["--dry-run", "--machine", "h200"], ['machine.name = "h200"']),
