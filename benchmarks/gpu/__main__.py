@@ -143,9 +143,9 @@ CALLS: Mapping[int, tuple[Part, ...]] = {
 }
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Date, GPU, driver, versions and commit of a call."""
-    found = {item.name: item.version for item in distributions()}
+def environment(device: str, folder: str) -> dict[str, Any]:
+    """Date, GPU, driver, versions and commit of a call. `folder`: of the packages that travelled."""
+    found = {item.name: item.version for item in distributions(path=[*sys.path, folder])}
     packages = {name: found.get(name, "none") for name in PACKAGES}
     gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else "none"
@@ -189,9 +189,9 @@ def imports(folder: Path) -> dict[str, str]:
 def run_call(rows: Rows, options: argparse.Namespace) -> int:
     """Run the parts of a call in order. Returns 0 unless a part ended with an error."""
     end, failed = time.monotonic() + options.seconds, False
-    rows.write(part="environment", **environment(options.device))
     with tempfile.TemporaryDirectory(prefix="titan-muon-gpu-", ignore_cleanup_errors=True) as work:
         variables = imports(Path(work))
+        rows.write(part="environment", **environment(options.device, work))
         for part in CALLS[options.call]:
             most = min(part.seconds, int(end - time.monotonic()))
             if most < LEAST_SECONDS:

@@ -99,7 +99,7 @@ def trained(target: Target, orthogonalize: str, **changed: object) -> dict[str, 
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"} | changed
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
-        optimizer = Muon(params.items(), **muon_keywords(lr=0.02, **options)).build()  # type: ignore[arg-type]
+        optimizer = Muon(params.items(), **muon_keywords(lr=0.02, **options)).build()
     for step in range(3):
         with target.active(syncs=True):
             for index, param in enumerate(params.values()):

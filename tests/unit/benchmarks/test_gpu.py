@@ -61,8 +61,8 @@ PEERS = {
     },
     "emerging_optimizers.orthogonalized_optimizers": {
         "Muon": "params, lr=3e-4, momentum=0.95, weight_decay=0.01, *, nesterov=False, "
-        "weight_decay_method='decoupled', fp32_matmul_prec='medium', coefficient_type='quintic', num_ns_steps=5, "
-        "scale_mode='spectral', "
+        "weight_decay_method='decoupled', fp32_matmul_prec='medium', coefficient_type='quintic', "
+        "num_ns_steps=5, scale_mode='spectral', "
         "extra_scale_factor=1.0, use_syrk=False"
     },
 }
