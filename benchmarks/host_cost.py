@@ -128,7 +128,7 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
         params = narrow_parameters(plan, meta.parameters, rank)
         with (
             mock.patch.object(dist, "all_to_all_single", all_to_all),
-            mock.patch("titan_muon.engine.make_plan", return_value=plan),
+            mock.patch("titan_muon.engine.engine.make_plan", return_value=plan),
             mock.patch("titan_muon.step.views.prepared", return_value=lambda stack, **_: stack),
             # Without Newton-Schulz, momentum may have any norm.
             mock.patch("titan_muon.step.views.MARGIN", 1e30),

@@ -24,7 +24,7 @@ from torch import nn  # noqa: E402
 from titan_muon import Muon  # noqa: E402
 from titan_muon.adam import AdamW  # noqa: E402
 from titan_muon.dry_run.memory import Memory, memory_per_rank  # noqa: E402
-from titan_muon.plan.summary import summarize  # noqa: E402
+from titan_muon.plan.search.summary import summarize  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
 from titan_muon.titan.recipe import load  # noqa: E402
 

@@ -39,7 +39,7 @@ from bounds import least_flops, least_seconds, least_sent
 import models as families  # noqa: F401 (registers them)
 from titan_muon.options import Overlap
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.machine import planning_machine
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.model.spec import model_spec

@@ -32,7 +32,7 @@ def main(folder: Path) -> dict[str, list[str]]:
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
         from benchmarks.rehearsal.training import rehearse
         from titan_muon.comm.exchange import Exchange
-        from titan_muon.engine import Engine
+        from titan_muon.engine.engine import Engine
         from titan_muon.titan.dry_run.report import report
         from titan_muon.titan.recipe.command_line import Command
 

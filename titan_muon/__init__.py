@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .assignment.groups import assign, parameter_groups
     from .assignment.heads import head_splits
     from .assignment.rules import Assignment
-    from .clip import clip_grad_norm_
     from .dry_run.preview import Preview, preview
+    from .features.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
     from .fsdp.megatron import follow_megatron_fsdp
     from .fsdp.training_arguments import trainer_optimizer

@@ -70,10 +70,7 @@ class ForwardsToParts:
             muon.check_last_step()
 
     def skip_unless_finite(self, norm: NormCheck) -> None:
-        """Let the next step change nothing if the norm is not finite.
-
-        The step after the next then raises ValueError.
-        """
+        """Let the next step change nothing if the norm is not finite. The step after it then raises ValueError."""
         for optimizer in self._skipping:
             optimizer.skip_unless_finite(norm)
 

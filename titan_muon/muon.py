@@ -21,12 +21,11 @@ from .comm.equality import check_equal
 from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
-from .engine import Engine, Selection, checked_plan, engine_of, report_of
-from .foreign import unsupported_reason
+from .engine.engine import Engine, Selection, checked_plan, engine_of, report_of
+from .features.selection import select
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Layout, Plan
-from .selection import select
 from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of, splits_of
 from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
 from .state.matrix_states import MatrixStates, with_matrix_states
@@ -35,6 +34,7 @@ from .step.algorithm import PlanContext
 from .step.feature import check_plan
 from .step.gradients import StepGradients, check_first_gradients
 from .tensors.dtensor import mesh_groups
+from .tensors.foreign import unsupported_reason
 from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .tensors.storage import STEP, TrainedParam, device_of, trained_params
 from .tensors.warning import warn

@@ -28,13 +28,13 @@ from titan_muon import Expert, Muon
 from titan_muon.adam import AdamW
 from titan_muon.comm.clip import NormCheck
 from titan_muon.comm.exchange import Collectives
-from titan_muon.engine import plan_step
+from titan_muon.engine.engine import plan_step
+from titan_muon.features.selection import select
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.machine import planning_machine
 from titan_muon.plan.terms.types import Plan
-from titan_muon.selection import select
 from titan_muon.tensors.process_groups import forget_meshes
 
 NOISE = 1e-3

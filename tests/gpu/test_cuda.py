@@ -23,7 +23,7 @@ from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu, fake_rank
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, no_sync, on_every_device
 from tests.shared import muon_keywords
 from titan_muon import Muon
-from titan_muon.engine import Engine
+from titan_muon.engine.engine import Engine
 from titan_muon.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
 from titan_muon.orthogonalize.newton_schulz import plain, product_of
 

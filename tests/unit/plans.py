@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.machines import rates
 from titan_muon.options import MuonOptions, Overlap, Split
-from titan_muon.plan.planner import make_plan
 from titan_muon.plan.planning import PlanRequest
 from titan_muon.plan.rule import plan_by_rule
+from titan_muon.plan.search.planner import make_plan
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.types import (
     Bucket,

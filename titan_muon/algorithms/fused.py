@@ -92,7 +92,7 @@ def momentum_launch(
     table: Table, lists: Sequence[Tensors], decay: float, scaling: Scaling | None, *, nesterov: bool
 ) -> Launch:
     """`lists`: momentum, gradients and packed tensors, or no packed tensors."""
-    from ..tensors.fused_kernels import momentum
+    from .fused_kernels import momentum
 
     dtypes = _dtypes(("MOMENTUM", "GRAD", "PACKED"), (*lists, lists[0])[:3])
     flags = {"PACKS": len(lists) == 3, "NESTEROV": nesterov}
@@ -113,7 +113,7 @@ def update_launch(
     cautious: bool,
 ) -> Launch:
     """`lists`: parameters and updates. `seed`: of stochastic rounding, or None."""
-    from ..tensors.fused_kernels import update
+    from .fused_kernels import update
 
     flags = {"CAUTIOUS": cautious, "STOCHASTIC": seed is not None, "IN_MEMORY": isinstance(rate, Tensor)}
     options = _dtypes(("PARAM", "UPDATE"), lists) | flags | {"SKIPS": scaling is not None}

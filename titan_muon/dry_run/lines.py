@@ -15,7 +15,7 @@ from ..options import Split, plural
 from ..owned import is_owned
 from ..plan.cost.timeline import Timeline
 from ..plan.search.ownership import OwnedTotals, load_lines
-from ..plan.summary import Summary
+from ..plan.search.summary import Summary
 from ..plan.terms.layout import Geometries
 from ..plan.terms.pieces import Assembly, assemblies
 from ..plan.terms.types import Plan

@@ -21,7 +21,7 @@ from ..owned import is_owned
 from ..owned.param import held_elements
 from ..plan.search.owners import state_elements
 from ..plan.search.ownership import OwnedTotals
-from ..plan.summary import Summary
+from ..plan.search.summary import Summary
 from ..plan.terms.types import Plan
 from ..state.matrix_states import state_bytes
 from ..step.algorithm import Algorithm

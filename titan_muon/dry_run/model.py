@@ -12,16 +12,16 @@ from ..adam import AdamW
 from ..algorithms import algorithms_in, check_used
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
-from ..engine import elements_of, plan_step
+from ..engine.engine import elements_of, plan_step
+from ..features.selection import select
 from ..muon import Muon
 from ..options import Machine
 from ..plan.cost.passes import passes_of
 from ..plan.cost.timeline import Timeline, timeline
 from ..plan.search.ownership import OwnedTotals
-from ..plan.summary import Summary, summarize
+from ..plan.search.summary import Summary, summarize
 from ..plan.terms.machine import MachineRates, planning_machine
 from ..plan.terms.types import Plan
-from ..selection import select
 from ..tensors.matrices import check_splits
 from ..tensors.names import names_in
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads

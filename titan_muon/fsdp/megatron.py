@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..comm.agreement import Agreement
-from ..foreign import MARKS
 from ..muon import Muon
 from ..options import OptionError
 from ..tensors.dtensor import local, set_rows
+from ..tensors.foreign import MARKS
 from ..tensors.names import named_parameters
 
 

@@ -2,14 +2,7 @@
 
 from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
 from .dispatch import DTYPES, Dispatch, Kernel, Method
-from .newton_schulz import (
-    NO_UPDATE,
-    frobenius_norms,
-    iterate,
-    orthogonalize,
-    prepared,
-    zero_nonfinite_,
-)
+from .newton_schulz import NO_UPDATE, frobenius_norms, iterate, orthogonalize, prepared, zero_nonfinite_
 
 __all__ = [
     "COEFFICIENTS",

@@ -9,15 +9,7 @@ from itertools import pairwise
 import torch
 
 from titan_muon.options import OptionError
-from titan_muon.plan.terms.work import (
-    CPU,
-    CPU_FLOAT32,
-    GPU,
-    MethodRates,
-    gram_elements,
-    gram_flops,
-    standard_elements,
-)
+from titan_muon.plan.terms.work import CPU, CPU_FLOAT32, GPU, MethodRates, gram_elements, gram_flops, standard_elements
 
 from .coefficients import LARGEST, Coefficients, has_margin
 

@@ -18,7 +18,7 @@ from tests.dist.small_params import SECONDS, named, parameters, placed, set_grad
 from tests.shared import message
 from titan_muon import Expert, Muon
 from titan_muon.comm.agreement import PlanReport, check_reports
-from titan_muon.engine import report_of
+from titan_muon.engine.engine import report_of
 from titan_muon.plan.terms.layout import Geometries
 
 

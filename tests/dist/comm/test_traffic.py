@@ -21,7 +21,7 @@ from tests.dist.harness import run_ranks
 from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.plan.program import BucketProgram, make_program
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.types import Plan
 from titan_muon.step.views import Batch
 

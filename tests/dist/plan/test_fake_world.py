@@ -16,7 +16,7 @@ from tests.unit.step.test_executor import Operators
 from titan_muon import Expert, Muon
 from titan_muon.comm.report import FaultReport
 from titan_muon.plan.program import BucketProgram, make_program
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.tensors.process_groups import fake_world
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")

@@ -158,4 +158,4 @@ def test_a_step_without_options_runs_through_few_files_functions_and_classes() -
     assert build is not None, shown
     assert int(build[1]) <= 40, shown
     assert "  step/step.py MuonStep.bucket" in shown
-    assert "  build() plan/planner.py" in shown
+    assert "  build() plan/search/planner.py" in shown

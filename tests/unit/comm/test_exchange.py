@@ -15,8 +15,8 @@ from titan_muon.comm.buffers import BufferSet
 from titan_muon.comm.exchange import Collectives, Exchange, wait_all
 from titan_muon.options import MuonOptions
 from titan_muon.plan.exchange.phases import Collective, gather_phase
-from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import make_program
+from titan_muon.plan.search.planner import make_plan
 from titan_muon.plan.terms.types import Piece, Segment, Shard
 from titan_muon.tensors.process_groups import fake_world
 

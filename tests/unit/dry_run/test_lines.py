@@ -4,7 +4,7 @@ import re
 
 from tests.unit.plans import plan_of
 from titan_muon.dry_run.lines import plan_lines
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Replicate, Shard
 from titan_muon.tensors.matrices import stack_of
 

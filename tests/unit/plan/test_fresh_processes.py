@@ -46,8 +46,8 @@ def text_of(seed: int) -> str:
 
     from tests.shared import muon_keywords
     from titan_muon import Muon
-    from titan_muon.engine import checked_plan, report_of
-    from titan_muon.selection import select
+    from titan_muon.engine.engine import checked_plan, report_of
+    from titan_muon.features.selection import select
     from titan_muon.tensors.storage import trained_params
 
     draw = random.Random(seed)
@@ -84,7 +84,12 @@ def text_of(seed: int) -> str:
 def main(number: int, plans: int) -> None:
     """Print a digest for each plan. `number`: of the process."""
     draw = random.Random(number)
-    modules = ["torch.distributed.tensor", "titan_muon.algorithms.soap", "titan_muon.plan.planner", "titan_muon.hybrid"]
+    modules = [
+        "torch.distributed.tensor",
+        "titan_muon.algorithms.soap",
+        "titan_muon.plan.search.planner",
+        "titan_muon.hybrid",
+    ]
     draw.shuffle(modules)
     for module in modules:
         # Objects between the modules move addresses.

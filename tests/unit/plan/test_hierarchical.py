@@ -8,7 +8,7 @@ from tests.machines import rates
 from tests.unit.plans import mesh_of, parameter_of, plan_of, ranks_of
 from titan_muon.plan.cost.walk import PlanCost
 from titan_muon.plan.program import collective_ranks, make_program
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Shard

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.unit.plans import examples, mesh_of, parameter_of, plan_of
 from titan_muon.options import MuonOptions
-from titan_muon.plan.planner import make_plan
 from titan_muon.plan.planning import OwnerOf, Task
 from titan_muon.plan.search.owners import BYTES_OVER_MEAN, STRATEGIES, Assign, balanced
+from titan_muon.plan.search.planner import make_plan
 from titan_muon.plan.terms.types import Mesh, Shard
 from titan_muon.plan.terms.work import Work
 

@@ -10,12 +10,12 @@ import torch
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, work
 from titan_muon import Expert, Muon
+from titan_muon.features.selection import select
 from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.plan.planning import PlanRequest
 from titan_muon.plan.rule import MOST_ROUNDS, ROUND_BYTES, plan_by_rule
 from titan_muon.plan.terms.types import Mesh, Parameter, Placement, Plan, Replicate, Shard
 from titan_muon.plan.terms.work import Elements
-from titan_muon.selection import select
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
@@ -77,7 +77,7 @@ def test_what_the_rule_cannot_do_is_refused_with_a_remedy() -> None:
 def digest(planner: str, machine: Machine, device: str) -> str:
     params = [(f"w{i}", torch.nn.Parameter(torch.empty(4096, 64 << i, device="meta"))) for i in range(4)]
     muon = Muon(params, **muon_keywords(planner=planner, machine=machine, orthogonalize="auto"))
-    from titan_muon.engine import plan_step
+    from titan_muon.engine.engine import plan_step
 
     groups, tensors = [muon.param_groups[0]] * len(params), [tensor for _, tensor in params]
     return plan_step(params, groups, select(muon.options, groups, tensors, torch.device(device))).digest()

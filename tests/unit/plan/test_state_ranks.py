@@ -9,9 +9,9 @@ from hypothesis import given
 
 from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of, ranks_of, work
 from titan_muon.options import MuonOptions
-from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import make_program
 from titan_muon.plan.search.owners import momentum_ranks, state_elements, with_state_ranks
+from titan_muon.plan.search.planner import make_plan
 from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
 
 OWNER = MuonOptions(state="owner", wire_dtype="float32")

@@ -25,9 +25,9 @@ from tests.unit.plans import (
 )
 from titan_muon.comm.buffers import make_buffer_sets, wire_dtypes
 from titan_muon.options import MuonOptions, OptionError
-from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import BucketProgram, Program, batches, make_program
-from titan_muon.plan.summary import RankCost, summarize
+from titan_muon.plan.search.planner import make_plan
+from titan_muon.plan.search.summary import RankCost, summarize
 from titan_muon.plan.terms.types import Layout, Matrix, Mesh, Parameter, Placement, Plan, Replicate, Shard, StridedShard
 from titan_muon.plan.terms.work import standard_flops
 

@@ -19,7 +19,7 @@ from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.passes import passes_of
 from titan_muon.plan.cost.walk import Costs, PlanCost
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.layout import Geometries, Geometry
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.work import CPU_CHUNK_BYTES, ElementKind, Elements
@@ -174,7 +174,7 @@ def test_a_fragmenting_allocator_causes_a_warning(device: str, mib: int, setting
 
 def test_the_first_use_warns_of_the_steps_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("titan_muon.engine.fragmentation", lambda *of: asked.append(of[:2]) or "fragments")
+    monkeypatch.setattr("titan_muon.engine.engine.fragmentation", lambda *of: asked.append(of[:2]) or "fragments")
     with pytest.warns(UserWarning, match="fragments"):
         Muon([("w", nn.Parameter(torch.zeros(512, 64)))]).build()
     assert asked == [("cpu", 512 * 64 * 2)]

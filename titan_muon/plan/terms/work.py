@@ -112,7 +112,7 @@ def traffic(
 
     Counts the operators of `algorithms/muon.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
     compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
-    `fused`: kernels of `tensors/fused_kernels.py`.
+    `fused`: kernels of `algorithms/fused_kernels.py`.
     """
     if fused:
         # Each tensor once.

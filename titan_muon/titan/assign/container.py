@@ -24,7 +24,7 @@ from titan_muon.fsdp.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.orthogonalize import iteration
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.plan.terms.types import Plan
 from titan_muon.tensors.names import canonical_fqn
 from titan_muon.tensors.storage import STEP

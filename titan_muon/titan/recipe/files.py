@@ -14,14 +14,7 @@ from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values, without_removed
 from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
-from titan_muon.titan.recipe.toml import (
-    Entry,
-    RecipeError,
-    document_text,
-    read_file,
-    read_layers,
-    with_data_source,
-)
+from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, read_layers, with_data_source
 
 TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
 

@@ -18,7 +18,7 @@ from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_tab
 from titan_muon.dry_run.lines import optimizer_lines, owned_step_lines, owner_lines, owner_summary, plan_lines
 from titan_muon.dry_run.memory import owner_loads
 from titan_muon.options import plural
-from titan_muon.plan.summary import summarize
+from titan_muon.plan.search.summary import summarize
 from titan_muon.tensors.process_groups import default_store
 from titan_muon.titan.assign import explain
 from titan_muon.titan.checks.machine import check_machine

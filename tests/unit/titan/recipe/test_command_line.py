@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import (
-    Recipe,
-    command_line,
-    load,
-    schema,
-    sections,
-    torchtitan_sections,
-)
+from titan_muon.titan.recipe import Recipe, command_line, load, schema, sections, torchtitan_sections
 from titan_muon.titan.recipe.command_line import Command, parse
 
 # Overrides

@@ -32,12 +32,7 @@ from titan_muon.titan.run.checkpoints import _first_failure, flaw  # noqa: E402
 from titan_muon.titan.run_folder import CHECKSUMS, METADATA, damage  # noqa: E402
 from titan_muon.titan.storage.checksums import SummingWriter  # noqa: E402
 from titan_muon.titan.storage.reader import METADATA as ALLOWED_METADATA  # noqa: E402
-from titan_muon.titan.storage.reader import (  # noqa: E402
-    RefusedError,
-    SafePlanner,
-    SafeReader,
-    _SafeUnpickler,
-)
+from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader, _SafeUnpickler  # noqa: E402
 
 DATA = "__0_0.distcp"
 STATE = {

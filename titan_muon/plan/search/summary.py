@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..options import Machine
-from .cost.walk import PlanCost, Share, StepBytes
-from .search.owners import state_elements
-from .terms.machine import machine_of
-from .terms.types import Plan
+from ...options import Machine
+from ..cost.walk import PlanCost, Share, StepBytes
+from ..terms.machine import machine_of
+from ..terms.types import Plan
+from .owners import state_elements
 
 
 @dataclass(frozen=True)

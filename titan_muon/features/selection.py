@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algorithms import algorithm_of
-from .engine import Selection
-from .options import MuonOptions
-from .orthogonalize import Dispatch
-from .plan.planning import Planner
+from ..algorithms import algorithm_of
+from ..engine.engine import Selection
+from ..options import MuonOptions
+from ..orthogonalize import Dispatch
+from ..plan.planning import Planner
 
 # Imports are local, so that `from titan_muon import Muon` and a step by the rule import no code of the search.
 
@@ -23,26 +23,26 @@ def select(
 ) -> Selection:
     """The parts for trained parameters, each with a group. Raises OptionError for an unreadable file of a machine."""
     if options.fused == "auto":
-        from .algorithms.fused import with_fused
+        from ..algorithms.fused import with_fused
 
         options = with_fused(options, device, tensors, groups)
-    from .features import features_of
+    from . import features_of
 
     dispatch, planner = _dispatch_and_planner(options, device)
     return Selection(options, algorithm_of(options, groups), dispatch, planner, features_of)
 
 
 def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:
-    from .orthogonalize.measured import kernels_for, measured_choices
+    from ..orthogonalize.measured import kernels_for, measured_choices
 
     kernels, float16 = kernels_for(options.ns_kernel, device), measured_choices(device).float16
     dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type, kernels, float16=float16)
     if options.planner == "rule":
-        from .plan.rule import plan_by_rule
+        from ..plan.rule import plan_by_rule
 
         return dispatch, plan_by_rule
-    from .plan.planner import Search
-    from .plan.terms.machine import planning_machine
+    from ..plan.search.planner import Search
+    from ..plan.terms.machine import planning_machine
 
     machine = planning_machine(options.machine, device.type)
     return replace(dispatch, gpu=machine.methods), Search(machine)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .comm.clip import NormCheck, SkipsSteps
-from .comm.faults import norm_dtype
-from .foreign import MARKS
-from .tensors.device import on_device
-from .tensors.process_groups import backends, ranks_of, without_groups
+from ..comm.clip import NormCheck, SkipsSteps
+from ..comm.faults import norm_dtype
+from ..tensors.device import on_device
+from ..tensors.foreign import MARKS
+from ..tensors.process_groups import backends, ranks_of, without_groups
 
 EPS = 1e-6
 """Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .tensors.dtensor import CHUNKS, local
+from .dtensor import CHUNKS, local
 
 MARKS = ("megatron_fsdp_dist_index", "_mfsdp_parameter_group")
 """Attributes of a parameter of Megatron-FSDP, of the classic implementation and of the experimental one."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..options import MuonOptions, OptionError
-from .cost.passes import passes_of
-from .cost.walk import Costs
-from .exchange.patterns import PATTERNS
-from .planning import PlanRequest, has_replicas, matrices_of, separate_reasons
-from .search.owners import Problem, make_problem, with_state_ranks
-from .search.search import CandidatePlan, fastest
-from .terms.layout import Geometries
-from .terms.machine import MachineRates, machine_of
-from .terms.pieces import Pieces
-from .terms.types import Matrix, Parameter, Plan
-from .terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf
+from ...options import MuonOptions, OptionError
+from ..cost.passes import passes_of
+from ..cost.walk import Costs
+from ..exchange.patterns import PATTERNS
+from ..planning import PlanRequest, has_replicas, matrices_of, separate_reasons
+from ..terms.layout import Geometries
+from ..terms.machine import MachineRates, machine_of
+from ..terms.pieces import Pieces
+from ..terms.types import Matrix, Parameter, Plan
+from ..terms.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf
+from .owners import Problem, make_problem, with_state_ranks
+from .search import CandidatePlan, fastest
 
 MUST_SAVE = 0.03
 """Share of the price that hierarchical returns must save, so that small modelled gains do not decide."""

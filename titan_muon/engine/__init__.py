@@ -1,0 +1,1 @@
+"""The engine: it runs any plan."""
