@@ -120,7 +120,7 @@ def parameters_on(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> Itera
 @contextmanager
 def given(plan: Plan) -> Iterator[None]:
     """Muon uses this plan instead of its own search."""
-    with mock.patch("titan_muon.engine.engine.make_plan", return_value=plan):
+    with mock.patch("titan_muon.plan.search.planner.Search.__call__", return_value=plan):
         yield
 
 

@@ -128,10 +128,8 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
         params = narrow_parameters(plan, meta.parameters, rank)
         with (
             mock.patch.object(dist, "all_to_all_single", all_to_all),
-            mock.patch("titan_muon.engine.engine.make_plan", return_value=plan),
+            mock.patch("titan_muon.plan.search.planner.Search.__call__", return_value=plan),
             mock.patch("titan_muon.step.views.prepared", return_value=lambda stack, **_: stack),
-            # Without Newton-Schulz, momentum may have any norm.
-            mock.patch("titan_muon.step.views.MARGIN", 1e30),
         ):
             yield Muon(list(params.items())), torch.optim.AdamW(params.values(), foreach=True)
     finally:

@@ -25,6 +25,7 @@ The public names of `titan_muon`, then those of its modules. `python docs/make_a
 """
 
 MODULES = {
+    "titan_muon.audit": ("watch",),
     "titan_muon.adam": ("AdamW",),
     "titan_muon.options": ("OptionError", "Split"),
     "titan_muon.orthogonalize": ("iteration", "orthogonalize"),

@@ -62,7 +62,7 @@ REMEDIES: Mapping[Fault, str] = {
     "the old tensor; load momentum with load_state_dict, and move it only with the optimizer's own methods",
     Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "
     "tensor; shard and replace the model's parameters before the first step, or call rebuild() on every rank",
-    Fault.SKIPPED: "{names}: GradScalers on some ranks alone have found gradients that are not finite, so that a step "
+    Fault.SKIPPED: "{names}: GradScalers of only some ranks have found gradients that are not finite, so that a step "
     "changed nothing, and scales differ from now on; use ShardedGradScaler of "
     "torch.distributed.fsdp.sharded_grad_scaler, which tells all ranks, and go on from a checkpoint",
     Fault.REPLICAS_DIFFER: "{names}: these plain tensors were equal on all ranks when Muon was built, but their "

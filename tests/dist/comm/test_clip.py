@@ -41,11 +41,9 @@ def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradien
     return parameter
 
 
-def owned(
-    data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: Tensor, holder: int | None = None
-) -> nn.Parameter:
+def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: Tensor) -> nn.Parameter:
     whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
-    parameter = place_on_owners(whole, data, [owner], None if holder is None else [holder]).requires_grad_()
+    parameter = place_on_owners(whole, data, [owner]).requires_grad_()
     if parameter.to_local().numel() > 0:
         parameter.grad = parameter.detach().clone()
     return parameter
@@ -69,7 +67,7 @@ def on_four_ranks(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]
             owned(flat, None, 2, g[5]),
             owned(replicated, None, 1, g[6]),
             owned(dense["fsdp"], dense["tp"], 1, g[7]),
-            owned(dense["fsdp"], dense["tp"], 1, g[8], holder=0),
+            owned(dense["fsdp"], dense["tp"], 0, g[8]),
         ]
         if clipped == ALL:
             norm = clip_grad_norm_(iter(parameters), max_norm, norm_type)

@@ -152,7 +152,7 @@ def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
-    with fake_world(case.world_size, case.rank), mock.patch.object(FaultReport, "_move"):
+    with fake_world(case.world_size, case.rank), mock.patch.object(FaultReport, "_add_found"):
         optimizer = build(case, "all_to_all")
         with FakeTransport():
             optimizer.step()

@@ -109,4 +109,4 @@ def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
         assert narrow_saved
         assert "no parameter to train on ranks [1]" in frozen
         assert replaced.startswith("layers.0.weight: the momentum was replaced")
-        assert "GradScalers on some ranks alone have found" in skipped
+        assert "GradScalers of only some ranks have found" in skipped

@@ -36,7 +36,6 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} benchmarks/bench_timeline.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_training.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_orthogonalize.py --help": r".*\S",
-    f"{PYTHON} benchmarks/compile_kernels.py --help": r".*\S",
     f"{PYTHON} benchmarks/count_launches.py --help": r".*\S",
     f"{PYTHON} benchmarks/host_cost.py --help": r".*\S",
     f"{PYTHON} benchmarks/timeline_picture.py --help": r".*\S",

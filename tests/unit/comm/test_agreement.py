@@ -31,7 +31,7 @@ def test_a_group_has_the_timeout_of_the_steps_device(
 def test_a_rank_makes_a_known_group_needed_by_a_second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks make a group together, and the meshes of ranks differ, for example after a parameter was frozen."""
     agreed, made = Agreement(), list[Any]()
-    mine, peers = PlanReport(ranks=(0,)), PlanReport(ranks=(1,), groups=((0, 1),), exclusive=((0, 1, 2),))
+    mine, peers = PlanReport(ranks=(0,)), PlanReport(ranks=(1,), groups=((0, 1), (0, 1, 2)))
     monkeypatch.setattr(agreed, "gathered", lambda report: {0: mine, 1: peers})
     monkeypatch.setattr(agreement, "check_reports", lambda reports: None)
     monkeypatch.setattr(agreed, "_new_group", lambda ranks, device: made.append(ranks) or object())

@@ -108,7 +108,10 @@ def test_the_page_of_compatibility_has_the_refusals_of_the_code(table: str) -> N
 
 def test_the_tables_of_compatibility_try_every_option_relation_and_need() -> None:
     tried = {name for name, _ in make_compatibility.settings()}
-    assert {item.name for item in make_compatibility.fields(make_compatibility.MuonOptions)} - tried == {"machine"}
+    assert {item.name for item in make_compatibility.fields(make_compatibility.MuonOptions)} - tried == {
+        "algorithm_options",
+        "machine",
+    }
     source = inspect.getsource(constraints)
     # A loop has one check for each key.
     looped = [key for keys in re.findall(r"for key in \((.*)\):", source) for key in keys.split(",")]

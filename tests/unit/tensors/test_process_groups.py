@@ -68,7 +68,7 @@ def test_nccl_groups_of_muon_have_streams_of_high_priority(monkeypatch: pytest.M
     with fake_world(4):
         monkeypatch.setattr(dist, "new_group", new_group)
         monkeypatch.setattr(Agreement, "_warm_up", lambda *_: None)
-        report = PlanReport((0, 1, 2, 3), groups=((0, 1), (2, 3)), exclusive=((0, 2),))
+        report = PlanReport((0, 1, 2, 3), groups=((0, 1), (0, 2), (2, 3)))
         Agreement().open(report, {}, torch.device(device))
     assert made.keys() == {(0, 1), (2, 3), (0, 2)}
     for options in made.values():

@@ -64,7 +64,6 @@ def container(of: Recipe, *parts: nn.Module) -> HybridOptimizers:
     [
         ("algorithm", "normoun", "= 'normoun' is unknown; did you mean 'normuon'"),
         ("algorithm", ("normuon", "adamuon"), "take one of them"),
-        ("ns_coefficients", ((9.0, 9.0, 9.0),), "diverge"),
     ],
 )
 def test_an_option_of_a_rule_is_refused_at_its_place(option: str, value: object, problem: str) -> None:

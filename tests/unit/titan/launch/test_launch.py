@@ -172,7 +172,7 @@ def test_a_rank_that_ended_in_mid_training_is_named(how: str, capfd: pytest.Capt
     ranks = [Watchdog(store, rank, 3, first_timeout=9, timeout=9) for rank in range(3)]
     ranks[2]._send(replace(ranks[2]._heartbeat(), pid=peer.pid))
     ranks[1]._report()
-    ranks[0]._name_first_failure(of_all_ranks=False)
+    ranks[0]._name_first_failure()
     assert (
         f"error: rank 2 has ended: its process {peer.pid} on {socket.gethostname()} is gone" in capfd.readouterr().err
     )
