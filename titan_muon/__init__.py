@@ -34,7 +34,7 @@ _MODULES: Mapping[str, str] = {
     "apply_in_forward": "fsdp.forward_hooks",
     "as_torch": "state.converted",
     "assign": "assignment.groups",
-    "clip_grad_norm_": "clip",
+    "clip_grad_norm_": "features.clip",
     "converted": "state.converted",
     "follow_megatron_fsdp": "fsdp.megatron",
     "head_splits": "assignment.heads",

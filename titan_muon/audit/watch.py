@@ -151,9 +151,9 @@ class Audit:
             if self._table is None and self._loaded:
                 self._table = self._digests()
             count = self._counts[optimizer] = self._counts[optimizer] + 1
-            for number, group, p in self._of(optimizer):
+            for number, hyperparameters, p in self._of(optimizer):
                 if count <= self.steps:
-                    self._tick(p, optimizer, number, group)
+                    self._tick(p, optimizer, number, hyperparameters)
                 else:
                     self._capture(p)
             if min(n for n in self._counts.values() if n) > self.steps or count > 2 * self.steps:

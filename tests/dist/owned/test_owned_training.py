@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
 from titan_muon import Owners, own
+from titan_muon.owned import is_owned
 from titan_muon.tensors.dtensor import local
 
 STEPS = 4
@@ -381,3 +382,25 @@ def test_the_next_module_is_prefetched_during_compute() -> None:
             ["UNSHARDED", "OWNED", "OWNED"],
         ]
         assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]
+
+
+def calls_of_hooks(rank: int, world_size: int, setup: Setup) -> dict[str, int]:
+    """Calls of the post-accumulate hook of each owned parameter in a backward pass."""
+    model = make()
+    place(model, setup, data_mesh(world_size, setup, model))
+    called = {name: 0 for name, param in model.named_parameters() if is_owned(param)}
+
+    def count(name: str, param: Tensor) -> None:
+        assert param.grad is not None, "the reduced gradient is there"
+        called[name] += 1
+
+    for name in called:
+        model.get_parameter(name).register_post_accumulate_grad_hook(partial(count, name))
+    loss_of(model, rank, world_size, 0).backward()
+    return called
+
+
+def test_the_hook_of_an_owned_gradient_is_called_on_the_owner_alone() -> None:
+    first, second = run_ranks(calls_of_hooks, 2, PLAIN)
+    assert first
+    assert all(sorted((first[name], second[name])) == [0, 1] for name in first)
