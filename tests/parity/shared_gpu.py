@@ -21,9 +21,10 @@ def differences_on_device(rank: int, world_size: int, row: Row) -> list[str]:
     step = Muon.step
 
     def counted(muon: Muon, closure: Any = None) -> Any:
-        before = len(dist.distributed_c10d._world.pg_map)
+        # A first step may build, which opens groups.
+        built, before = muon._engine is not None, len(dist.distributed_c10d._world.pg_map)
         loss = step(muon, closure)
-        groups.append(len(dist.distributed_c10d._world.pg_map) - before)
+        groups.append(built * (len(dist.distributed_c10d._world.pg_map) - before))
         return loss
 
     with mock.patch.object(Muon, "step", counted):

@@ -50,7 +50,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "bench_training": (
         f"--nproc 2 --steps 2 --config {{recipe}} {LLAMA}",
-        ("2 ranks, medians of 2 training steps", "| forward |", "| equal |", "of a training step, backward / none"),
+        ("2 ranks, medians of 2 training steps", "| forward |", "| equal |", "of a training step, forward / none"),
         (),
     ),
 }
