@@ -13,7 +13,7 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "overlap")
 )
-DECORATORS = ["tensors.fused_kernels", "algorithms.fused"]
+DECORATORS = ["algorithms.fused_kernels", "algorithms.fused"]
 FILES = [*FEATURES, *DECORATORS]
 
 STEPS = """
@@ -60,7 +60,10 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
         pytest.param(
-            ("algorithms.fused", "tensors.fused_kernels"), "expert=Expert(fused=True)", "None", marks=needs_interpreter
+            ("algorithms.fused", "algorithms.fused_kernels"),
+            "expert=Expert(fused=True)",
+            "None",
+            marks=needs_interpreter,
         ),
     ],
     ids=str,
