@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .assignment.groups import assign, parameter_groups
     from .assignment.heads import head_splits
     from .assignment.rules import Assignment
+    from .comm.clip import clip_grad_norm_
     from .dry_run.preview import Preview, preview
-    from .features.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
     from .fsdp.megatron import follow_megatron_fsdp
     from .fsdp.training_arguments import trainer_optimizer
@@ -34,7 +34,7 @@ _MODULES: Mapping[str, str] = {
     "apply_in_forward": "fsdp.forward_hooks",
     "as_torch": "state.converted",
     "assign": "assignment.groups",
-    "clip_grad_norm_": "features.clip",
+    "clip_grad_norm_": "comm.clip",
     "converted": "state.converted",
     "follow_megatron_fsdp": "fsdp.megatron",
     "head_splits": "assignment.heads",

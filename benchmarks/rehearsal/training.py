@@ -20,7 +20,7 @@ from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_rank
 from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
-from titan_muon.features.clip import GradientClip
+from titan_muon.comm.clip import GradientClip
 from titan_muon.features.offload import Copied, Window
 from titan_muon.muon import Muon
 from titan_muon.owned import private

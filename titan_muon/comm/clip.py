@@ -1,4 +1,8 @@
-"""Steps that may be skipped: a flag on the device, by which all optimizers of a model and all ranks skip a step."""
+"""Gradient clipping over parameters on different device meshes, and the flag by which all ranks skip a step.
+
+Clipping is one all-reduce of two numbers: each rank divides the squares of local gradients by the number of ranks with
+the same elements. A norm that is not finite, a GradScaler or a bad gradient skips the step of all optimizers.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,197 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ..tensors.device import host_zeros, is_host, may_be_true
+from ..tensors.device import host_zeros, is_host, may_be_true, on_device
+from ..tensors.foreign import MARKS
 from ..tensors.names import listed, named_parameters
-from ..tensors.process_groups import ranks_of
+from ..tensors.process_groups import backends, ranks_of, without_groups
 from ..tensors.warning import warn
-from .faults import NotFiniteError
+from .faults import NotFiniteError, norm_dtype
+
+EPS = 1e-6
+"""Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    stages: int = 1,
+    optimizer: SkipsSteps | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
+
+    Accepts any mixture of plain tensors, DTensors on different meshes, and owned parameters. Plain tensors count as
+    replicas on all ranks of a pipeline stage, as under DDP. Every rank of `process_group` calls this.
+
+    Args:
+        parameters: parameters of this rank, perhaps none. A missing gradient counts as zero.
+        max_norm: largest norm.
+        norm_type: p of the p-norm; `math.inf` for the largest absolute value.
+        error_if_nonfinite: raise RuntimeError for a non-finite norm, which blocks the host.
+        foreach: ignored; exists for torch's signature.
+        stages: pipeline stages with separate parameters.
+        optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
+            no state, and the step after, or `check_last_step`, raises ValueError on all ranks (or warns, with
+            `on_bad_gradient = "skip_step"`). The host waits only for an algorithm without kernels that read the flag.
+        process_group: the ranks with the model; by default the optimizer's group, else all ranks.
+
+    Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
+    norm_type that is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
+    # As in torch, a frozen parameter with a gradient counts.
+    trained = trained_of([parameters] if isinstance(parameters, Tensor) else parameters)
+    group = optimizer.process_group if process_group is None and optimizer is not None else process_group
+    ranks = len(ranks_of(group)) // stages
+    clip = GradientClip(
+        trained, trained, max_norm=max_norm, stage_ranks=ranks, norm_type=norm_type, process_group=group
+    )
+    gradients = clip.gradients()
+    norm = clip.norms(gradients)[0]
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; set "
+            "error_if_nonfinite = False to scale them by it anyway"
+        )
+    if optimizer is not None:
+        optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms, group))
+    clip.scale(gradients, norm)
+    return norm.float()
+
+
+def trained_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters with a gradient, now or later."""
+    return [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
+
+
+class GradientClip:
+    """Scales gradients down to a largest norm. Collective over `process_group`.
+
+    Args:
+        parameters: all parameters of this rank.
+        clipped: parameters to scale. Only their norm determines the factor.
+        stage_ranks: ranks that share these parameters (ranks / pipeline stages).
+        process_group: the ranks with the model, by default all.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        clipped: Iterable[Tensor],
+        *,
+        max_norm: float,
+        stage_ranks: int,
+        norm_type: float = 2.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = process_group
+        chosen = set(clipped)
+        self.parameters = trained_of(parameters)
+        self.clipped = [parameter in chosen for parameter in self.parameters]
+        self.max_norm, self.norm_type = max_norm, norm_type
+        device = self.parameters[0].device if self.parameters else collective_device(process_group)
+        shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
+        # Weighted sums need one collective, unlike torch's norms by mesh. float32 would lose small tensors.
+        clipped_shares = [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]
+        weights = torch.tensor([shares, clipped_shares], dtype=torch.float64, device="cpu")
+        self._weights = on_device(weights, device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
+        """(len(parameters),) float64: of this rank's gradients in the last call, before scaling."""
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank."""
+        gradients = self.gradients()
+        norm, clipped_norm = self.norms(gradients)
+        self.scale(gradients, clipped_norm)
+        return norm
+
+    def gradients(self) -> list[Tensor | None]:
+        return [local_gradient(parameter) for parameter in self.parameters]
+
+    def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
+        present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
+        norms = iter(torch._foreach_norm(present, self.norm_type, norm_dtype(present)) if present else ())
+        by_parameter = [
+            self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients
+        ]
+        if by_parameter:
+            self.local_norms = torch.stack(by_parameter).double()
+        local_norms = self.local_norms
+        if math.isinf(self.norm_type):
+            weighted = torch.where(self._weights > 0, local_norms, 0.0)
+            values = weighted.amax(1) if by_parameter else weighted.sum(1)
+            operation, root = dist.ReduceOp.MAX, 1.0
+        else:
+            values, operation = self._weights @ local_norms.pow(self.norm_type), dist.ReduceOp.SUM
+            root = 1 / self.norm_type
+        if len(ranks_of(self._group)) > 1:
+            # A rank without parameters joins, because the others wait for it.
+            shared = values.to(collective_device(self._group))
+            dist.all_reduce(shared, operation, group=self._group)
+            values = shared.to(values.device)
+        return values.pow(root)
+
+    def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
+        pairs = zip(gradients, self.clipped, strict=True)
+        scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
+        # A condition on the norm would block the host.
+        if scaled:
+            torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
+
+
+def collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device of a collective of all ranks of a group, equal on ranks with and without parameters."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not dist.is_initialized() or accelerator.type not in backends(group):
+        return torch.device("cpu")
+    return torch.device(accelerator.type)
+
+
+def replica_count(parameter: Tensor, stage_ranks: int) -> int:
+    """The number of ranks with the same elements, of `stage_ranks`.
+
+    Raises ValueError for an experimental Megatron-FSDP parameter on a smaller mesh.
+    """
+    if not isinstance(parameter, DTensor):
+        return stage_ranks
+    mesh = parameter.device_mesh
+    replicas = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            replicas *= mesh.size(axis)
+    classic, experimental = (hasattr(parameter, mark) for mark in MARKS)
+    if experimental and mesh.size() < stage_ranks:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is on {mesh.size()} of {stage_ranks} ranks, and "
+            "experimental Megatron-FSDP does not tell whether the other ranks have replicas or other experts, so that "
+            "gradients cannot be clipped; shard by fully_shard_model, or do not clip"
+        )
+    # A smaller mesh is repeated over further ranks of the stage, except the mesh of an owned parameter, and of experts
+    # in Megatron-FSDP, where tensor parallelism is an axis of all further parameters.
+    return replicas if classic or without_groups(parameter) else replicas * stage_ranks // mesh.size()
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's piece of a parameter's gradient, as a view."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor), "a distributed gradient belongs to a distributed parameter"
+    assert gradient.placements == parameter.placements, (
+        f"the gradient's placements {gradient.placements} differ from the parameter's {parameter.placements}"
+    )
+    return gradient.to_local()
 
 
 class HostCopy:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_muon.features.clip import replica_count
+from titan_muon.comm.clip import replica_count
 from titan_muon.muon import Muon
 from titan_muon.owned import gather
 from titan_muon.plan.terms.types import Parameter

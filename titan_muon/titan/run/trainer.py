@@ -13,8 +13,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
-from titan_muon.comm.clip import NormCheck
-from titan_muon.features.clip import GradientClip
+from titan_muon.comm.clip import GradientClip, NormCheck
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.checks.ranks import UNKNOWN
