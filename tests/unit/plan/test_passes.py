@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
+from titan_muon.options import MuonOptions
+from titan_muon.plan.cost import passes
 from titan_muon.plan.exchange.patterns import PATTERNS
 from titan_muon.plan.program import make_program
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Mesh, Replicate, Shard
+from titan_muon.plan.terms.work import ElementKind, Elements, Traffic
 
 SIDE = 256
 WRITES_ALONE = ("copy_", "_foreach_copy_", "fill_", "zero_")
@@ -113,3 +116,12 @@ def test_counted_messages_equal_the_programs_messages(mesh: Mesh, rows: int, pla
                     assert peers == max(sum(size > 0 for size in side) for side in sizes)
                 compared += 1
     assert compared > 0
+
+
+def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise ranks plan differently, because the order of dtypes differs between processes."""
+    sums = {2: Traffic(30, 1, 86, 1), 4: Traffic(32, 1, 84, 1)}
+    monkeypatch.setattr(passes, "traffic", lambda size, state, wire, **_: sums[wire])
+    kinds = tuple(ElementKind(4, wire, False) for wire in sums)
+    costs = {passes.passes_of(Elements(order), MuonOptions()) for order in (kinds, kinds[::-1])}
+    assert len(costs) == 1
