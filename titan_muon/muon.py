@@ -22,7 +22,7 @@ from .comm.exchange import Collectives, Exchange
 from .comm.replicas import separate_layouts
 from .comm.report import Reported
 from .engine.engine import Engine, Selection, checked_plan, engine_of, report_of
-from .features.selection import select
+from .engine.selection import select
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Layout, Plan

@@ -29,7 +29,7 @@ from titan_muon.adam import AdamW
 from titan_muon.comm.clip import NormCheck
 from titan_muon.comm.exchange import Collectives
 from titan_muon.engine.engine import plan_step
-from titan_muon.features.selection import select
+from titan_muon.engine.selection import select
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.search.summary import summarize

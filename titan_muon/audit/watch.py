@@ -89,7 +89,7 @@ class Audit:
             self._watch(*row)
 
     def _watch(self, p: Tensor, name: str, module: str = "", replicated: bool = False) -> None:
-        if p in self._seen or not p.requires_grad:
+        if p in self._seen or p.is_meta or not p.requires_grad:
             return
         while any(name == s.name for s in self._seen.values()):
             name += "'"

@@ -13,7 +13,7 @@ from ..algorithms import algorithms_in, check_used
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
 from ..engine.engine import elements_of, plan_step
-from ..features.selection import select
+from ..engine.selection import select
 from ..muon import Muon
 from ..options import Machine
 from ..plan.cost.passes import passes_of

@@ -47,7 +47,7 @@ def text_of(seed: int) -> str:
     from tests.shared import muon_keywords
     from titan_muon import Muon
     from titan_muon.engine.engine import checked_plan, report_of
-    from titan_muon.features.selection import select
+    from titan_muon.engine.selection import select
     from titan_muon.tensors.storage import trained_params
 
     draw = random.Random(seed)

@@ -10,7 +10,7 @@ import torch
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, work
 from titan_muon import Expert, Muon
-from titan_muon.features.selection import select
+from titan_muon.engine.selection import select
 from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.plan.planning import PlanRequest
 from titan_muon.plan.rule import MOST_ROUNDS, ROUND_BYTES, plan_by_rule

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..algorithms import algorithm_of
-from ..engine.engine import Selection
 from ..options import MuonOptions
 from ..orthogonalize import Dispatch
 from ..plan.planning import Planner
+from .engine import Selection
 
 # Imports are local, so that `from titan_muon import Muon` and a step by the rule import no code of the search.
 
@@ -26,7 +26,7 @@ def select(
         from ..algorithms.fused import with_fused
 
         options = with_fused(options, device, tensors, groups)
-    from . import features_of
+    from ..features import features_of
 
     dispatch, planner = _dispatch_and_planner(options, device)
     return Selection(options, algorithm_of(options, groups), dispatch, planner, features_of)
