@@ -5,9 +5,9 @@ import sys
 import time
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.command_line import Command, parse
-from titan_muon.titan.recipe.files import import_modules, with_source
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.recipe.command_line import Command, parse
+from titan_muon.trainer.recipe.files import import_modules, with_source
 
 SECONDS_TO_PRINT = 2
 """Time for the first rank of a node to print."""
@@ -17,14 +17,14 @@ def main(command: Command) -> int:
     """Train or print the plan. Returns the exit code."""
     assert command.config is not None, "a command without a recipe is refused"
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     compat.check_version()
     compat.install()
     import_modules(command.recipe)
     if command.dry_run:
-        from titan_muon.titan.dry_run.compare import compare
-        from titan_muon.titan.dry_run.report import report
+        from titan_muon.trainer.dry_run.compare import compare
+        from titan_muon.trainer.dry_run.report import report
 
         if command.alternatives:
             print("\n".join(compare(command.alternatives, command.world_size, command.device)))
@@ -34,7 +34,7 @@ def main(command: Command) -> int:
         except RecipeError as error:
             raise with_source(error, command.config, command.recipe) from error
         return 0
-    from titan_muon.titan.run import job
+    from titan_muon.trainer.run import job
 
     return job.run(command.recipe, command.config, typed=command.typed, quiet=command.quiet)
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy import relative_error
 from benchmarks.measure_kernels import measure_kernels
-from titan_muon.orthogonalize import (
+from titan_muon.engine.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
     Dispatch,
@@ -41,7 +41,7 @@ from titan_muon.orthogonalize import (
     iteration,
     orthogonalize,
 )
-from titan_muon.orthogonalize.dispatch import restarts
+from titan_muon.engine.orthogonalize.dispatch import restarts
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 TORCH = "torch.optim.Muon's loop"
@@ -253,12 +253,12 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
 def share(what: str, bench: Bench) -> Iterator[Row]:
     """The matrices that one rank of a plan orthogonalizes, in the plan's stacks: MODEL:WORLD:RANK."""
     import models  # noqa: F401 (registers the families)
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     compat.install()
-    from titan_muon.plan.program import batches, make_program
-    from titan_muon.titan.dry_run.meta_model import build_meta_model
-    from titan_muon.titan.recipe import load
+    from titan_muon.engine.program.program import batches, make_program
+    from titan_muon.trainer.dry_run.meta_model import build_meta_model
+    from titan_muon.trainer.recipe import load
 
     model, world, rank = what.split(":")
     plan = build_meta_model(load(ROOT / f"configs/{model}_muon.toml", []), int(world), bench.device.type).plan

@@ -31,9 +31,9 @@ from benchmarks.bench_step import barrier, start
 from benchmarks.contenders import MODELS, Model, ours, sharded
 from benchmarks.one_gpu.links import link_of, measure_links, memory_rate
 from titan_muon import Muon
-from titan_muon.orthogonalize import Dispatch, iteration, orthogonalize
-from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.terms.machine import LARGE_SIDE, MACHINES, Link, MachineRates
+from titan_muon.engine.orthogonalize import Dispatch, iteration, orthogonalize
+from titan_muon.planner.machine import LARGE_SIDE, MACHINES, Link, MachineRates
+from titan_muon.planner.timeline import timeline
 
 LARGEST_MESSAGE = 2**22
 CPU = torch.device("cpu")

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models  # noqa: F401 (registers the families)
 from benchmarks.bench_step import barrier, start
+from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.muon import Muon
-from titan_muon.tensors.process_groups import forget_meshes
-from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
+from titan_muon.trainer.recipe import Recipe, RecipeError, check_degrees, load
 
 OVERLAPS = ("none", "forward", "none")
 """Compared values of `muon.overlap`: first the baseline, last the control."""
@@ -83,8 +83,8 @@ class Trainee:
     """Trainer of a recipe on this rank, with records of the last step."""
 
     def __init__(self, recipe: Recipe, folder: str) -> None:
-        from titan_muon.titan.run.runs import Run
-        from titan_muon.titan.run.trainer_config import trainer_config
+        from titan_muon.trainer.run.runs import Run
+        from titan_muon.trainer.run.trainer_config import trainer_config
 
         forget_meshes()
         trainer = trainer_config(recipe, Run(folder), dist.get_world_size()).build()
@@ -213,11 +213,11 @@ def worker(rank: int, nproc: int, folder: str, config: Path, keys: Sequence[str]
     own_rank, world = str(rank), str(nproc)
     os.environ.update(RANK=own_rank, LOCAL_RANK=own_rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     start(rank, nproc, folder, "cpu")
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     # Before the import of TorchTitan, which copies the device.
     compat.install()
-    from titan_muon.titan.run.console import set_up_logging
+    from titan_muon.trainer.run.console import set_up_logging
 
     set_up_logging()
     # Both trainers would repeat a run's messages.

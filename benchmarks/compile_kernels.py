@@ -28,10 +28,10 @@ from triton.runtime import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titan_muon.algorithms.fused import Table, momentum_launch, update_launch
-from titan_muon.orthogonalize import DTYPES
-from titan_muon.orthogonalize.dispatch import HALVES
-from titan_muon.orthogonalize.symmetric_kernel import TILES, Launch, Tile, launch_of
+from titan_muon.engine.orthogonalize import DTYPES
+from titan_muon.engine.orthogonalize.dispatch import HALVES
+from titan_muon.kernels.fused import Table, momentum_launch, update_launch
+from titan_muon.kernels.symmetric import TILES, Launch, Tile, launch_of
 
 REGISTERS, BLOCK_REGISTERS, TENSOR_COLUMNS = 255, 65_536, 512
 """Most registers per thread and per block, and columns of tensor memory, on all three architectures."""

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_muon import Expert, Muon
-from titan_muon.algorithms.fused import usable
-from titan_muon.orthogonalize import iteration
-from titan_muon.orthogonalize.newton_schulz import reference
+from titan_muon.engine.orthogonalize import iteration
+from titan_muon.engine.orthogonalize.newton_schulz import reference
+from titan_muon.kernels.fused import usable
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 HYPERPARAMETERS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_steps": 5}

@@ -27,19 +27,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models as families  # noqa: F401 (registers them)
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.launches import Launches
 from titan_muon import Muon
-from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.machine import planning_machine
-from titan_muon.plan.terms.types import Plan
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model
-from titan_muon.titan.recipe import load
+from titan_muon.engine.layout.intervals import Geometries
+from titan_muon.engine.layout.types import Plan
+from titan_muon.planner.machine import planning_machine
+from titan_muon.planner.timeline import timeline
+from titan_muon.trainer.dry_run.meta_model import MetaModel, build_meta_model
+from titan_muon.trainer.recipe import load
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def parameters_on(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> Itera
 @contextmanager
 def given(plan: Plan) -> Iterator[None]:
     """Muon uses this plan instead of its own search."""
-    with mock.patch("titan_muon.plan.search.planner.Search.__call__", return_value=plan):
+    with mock.patch("titan_muon.planner.planner.Search.__call__", return_value=plan):
         yield
 
 

@@ -34,15 +34,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models as families  # noqa: F401 (registers them)
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
 from titan_muon import Muon
-from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.types import Parameter, Plan
-from titan_muon.titan.dry_run.meta_model import build_meta_model
-from titan_muon.titan.recipe import load
+from titan_muon.engine.layout.intervals import Geometries
+from titan_muon.engine.layout.types import Parameter, Plan
+from titan_muon.trainer.dry_run.meta_model import build_meta_model
+from titan_muon.trainer.recipe import load
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
         params = narrow_parameters(plan, meta.parameters, rank)
         with (
             mock.patch.object(dist, "all_to_all_single", all_to_all),
-            mock.patch("titan_muon.plan.search.planner.Search.__call__", return_value=plan),
-            mock.patch("titan_muon.step.views.prepared", return_value=lambda stack, **_: stack),
+            mock.patch("titan_muon.planner.planner.Search.__call__", return_value=plan),
+            mock.patch("titan_muon.engine.step.views.prepared", return_value=lambda stack, **_: stack),
         ):
             yield Muon(list(params.items())), torch.optim.AdamW(params.values(), foreach=True)
     finally:

@@ -8,9 +8,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from titan_muon.orthogonalize import DTYPES, Kernel
-from titan_muon.orthogonalize.measured import installed
-from titan_muon.orthogonalize.newton_schulz import Product, plain, product_of
+from titan_muon.engine.orthogonalize import DTYPES, Kernel
+from titan_muon.engine.orthogonalize.dispatch import Product
+from titan_muon.engine.orthogonalize.newton_schulz import plain
+from titan_muon.kernels.measured import installed, product_of
 
 MARGIN = 1.05
 """Minimum speedup of a kernel."""
@@ -28,7 +29,7 @@ def measure_kernels(device: torch.device, sizes: Sequence[int] = SIZES) -> Itera
             seconds = {"plain": _seconds(plain, x)}
             for name in installed():
                 if _agrees(name, x, TOLERANCES[dtype]):
-                    seconds[name] = MARGIN * _seconds(product_of(name), x)
+                    seconds[name] = MARGIN * _seconds(product_of(name) or plain, x)
             best = min(seconds, key=lambda name: seconds[name])
             yield Kernel(dtype, size, best)
 
@@ -45,7 +46,7 @@ def _products(product: Product, x: Tensor) -> tuple[Tensor, Tensor]:
 def _agrees(name: str, x: Tensor, tolerance: float) -> bool:
     """Whether a kernel runs on this device and agrees with plain products."""
     try:
-        results = _products(product_of(name), x)
+        results = _products(product_of(name) or plain, x)
     except Exception:
         # A kernel's package may raise any error on an unknown GPU.
         return False

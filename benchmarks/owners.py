@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from titan_muon.plan.terms.types import Bucket, Plan
+from titan_muon.engine.layout.types import Bucket, Plan
 
 Choose = Callable[[Plan, Bucket, int], int]
 """Index in a bucket's group of the owner of a matrix."""

@@ -22,16 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models as families  # noqa: E402, F401
-from titan_muon.titan.torchtitan import compat  # noqa: E402
+from titan_muon.trainer.torchtitan import compat  # noqa: E402
 
 compat.install()
 
 from benchmarks.owners import owned_by, per_layer, round_robin  # noqa: E402
-from titan_muon.plan.cost.timeline import spans  # noqa: E402
-from titan_muon.plan.terms.machine import planning_machine  # noqa: E402
-from titan_muon.plan.terms.types import Bucket, Plan  # noqa: E402
-from titan_muon.titan.dry_run.meta_model import build_meta_model  # noqa: E402
-from titan_muon.titan.recipe import load  # noqa: E402
+from titan_muon.engine.layout.types import Bucket, Plan  # noqa: E402
+from titan_muon.planner.machine import planning_machine  # noqa: E402
+from titan_muon.planner.timeline import spans  # noqa: E402
+from titan_muon.trainer.dry_run.meta_model import build_meta_model  # noqa: E402
+from titan_muon.trainer.recipe import load  # noqa: E402
 
 COLORS = {
     "advance": "#e5a93c",

@@ -26,17 +26,17 @@ The public names of `titan_muon`, then those of its modules. `python docs/make_a
 
 MODULES = {
     "titan_muon.audit": ("watch",),
-    "titan_muon.adam": ("AdamW",),
+    "titan_muon.adamw": ("AdamW",),
     "titan_muon.options": ("OptionError", "Split"),
-    "titan_muon.orthogonalize": ("iteration", "orthogonalize"),
-    "titan_muon.orthogonalize.dispatch": ("Method",),
+    "titan_muon.engine.orthogonalize": ("iteration", "orthogonalize"),
+    "titan_muon.engine.orthogonalize.dispatch": ("Method",),
     "titan_muon.owned": ("full_state_dict", "gather", "is_owned", "load_full_state_dict"),
-    "titan_muon.qk_clip": ("AttentionLayer", "HeadWeight", "QKClip", "key_rows", "query_rows"),
+    "titan_muon.plugins.qk_clip": ("AttentionLayer", "HeadWeight", "QKClip", "key_rows", "query_rows"),
     "titan_muon.ranges": ("at_least", "below"),
     "titan_muon.registry": ("OptimizerEntry", "Registry"),
-    "titan_muon.algorithms.muon": ("MuonAlgorithm",),
-    "titan_muon.state.matrix_states": ("StateSpec",),
-    "titan_muon.titan": ("HybridOptimizers", "HybridOptimizers.Config"),
+    "titan_muon.engine.step.muon": ("MuonAlgorithm",),
+    "titan_muon.engine.state.matrix_states": ("StateSpec",),
+    "titan_muon.trainer": ("HybridOptimizers", "HybridOptimizers.Config"),
 }
 """Public names that `titan_muon` does not export."""
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy import relative_error, singular_band  # noqa: E402
 from benchmarks.bench_orthogonalize import SPECTRA, hard_matrix  # noqa: E402
-from titan_muon.orthogonalize import COEFFICIENTS, Method, iteration, orthogonalize  # noqa: E402
+from titan_muon.engine.orthogonalize import COEFFICIENTS, Method, iteration, orthogonalize  # noqa: E402
 
 PAGE = ROOT / "docs" / "newton_schulz.md"
 BEGIN, END = "<!-- coefficients: written by docs/make_coefficients.py -->\n", "<!-- end of coefficients -->\n"

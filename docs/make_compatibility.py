@@ -3,7 +3,7 @@
     python docs/make_compatibility.py
 
 Options of `titan_muon.Muon` are tried on a model of one layer in a fake world, a recipe's keys on the relations of
-`titan_muon/titan/recipe/constraints.py`. `tests/unit/docs/test_docs.py` fails where the page differs.
+`titan_muon/trainer/recipe/constraints.py`. `tests/unit/docs/test_docs.py` fails where the page differs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa
 
 from tests.machines import machine_file  # noqa: E402
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
+from titan_muon.engine.tensors.process_groups import fake_world  # noqa: E402
 from titan_muon.options import EXPERT, Expert, MuonOptions, PlacementRule, Split, choices  # noqa: E402
-from titan_muon.tensors.process_groups import fake_world  # noqa: E402
-from titan_muon.titan.recipe import schema, toml  # noqa: E402
-from titan_muon.titan.recipe.constraints import violations  # noqa: E402
-from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
+from titan_muon.trainer.recipe import schema, toml  # noqa: E402
+from titan_muon.trainer.recipe.constraints import violations  # noqa: E402
+from titan_muon.trainer.recipe.sections import Recipe  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"
@@ -182,7 +182,7 @@ def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     expert = Expert(**{name: options.pop(name) for name in EXPERT if name in options})
     try:
         # As if Triton ran here.
-        with patch("titan_muon.algorithms.fused.usable", return_value=True):
+        with patch("titan_muon.kernels.fused.usable", return_value=True):
             muon = Muon(model.named_parameters(), **options, expert=expert).build()
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
@@ -22,11 +22,11 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from titan_muon import Muon  # noqa: E402
-from titan_muon.adam import AdamW  # noqa: E402
-from titan_muon.dry_run.memory import Memory, memory_per_rank  # noqa: E402
-from titan_muon.plan.search.summary import summarize  # noqa: E402
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
-from titan_muon.titan.recipe import load  # noqa: E402
+from titan_muon.adamw import AdamW  # noqa: E402
+from titan_muon.forecast.memory import Memory, memory_per_rank  # noqa: E402
+from titan_muon.planner.summary import summarize  # noqa: E402
+from titan_muon.trainer.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
+from titan_muon.trainer.recipe import load  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "memory.md"

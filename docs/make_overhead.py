@@ -17,7 +17,7 @@ HEAD = """# Muon's overhead beside published figures
 
 `docs/make_overhead.py` generates this page. **theirs**: published by the source, most of them measured. **modelled**:
 by a dry run of the nearest recipe here, never measured. A clock may show 0.9 to 2.8 times a modelled time. Machines and
-rates are in `titan_muon/plan/terms/machine.py`. The cases differ in precision, overlap and layout: compare sizes, not
+rates are in `titan_muon/planner/machine.py`. The cases differ in precision, overlap and layout: compare sizes, not
 digits.
 
 - **Muon**: the step of Muon and of AdamW for the remaining parameters. **AdamW**: of AdamW for all parameters.
@@ -100,11 +100,11 @@ CASES = (
 def planned(case: Case) -> dict[str, Any]:
     """Figures of a case's dry run, in milliseconds and tokens."""
     import models  # noqa: F401 (registers the families)
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     compat.install()
-    from titan_muon.titan.dry_run.stages import dry_run
-    from titan_muon.titan.recipe import load
+    from titan_muon.trainer.dry_run.stages import dry_run
+    from titan_muon.trainer.recipe import load
 
     recipe = load(ROOT / "configs" / f"{case.recipe}.toml", ["--machine.name", case.machine, *case.words])
     verdict = max((part.verdict for part in dry_run(recipe, case.world)), key=lambda verdict: verdict.optimizers)

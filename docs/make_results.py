@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titan_muon.plan.terms.machine import MACHINES
+from titan_muon.planner.machine import MACHINES
 
 FOLDER = Path(__file__).parent / "results"
 PAGE, HOST, LAUNCHES = FOLDER / "plan.md", FOLDER / "host.md", FOLDER / "launches.jsonl"
@@ -24,7 +24,7 @@ HEAD = """# Plans of published models: modelled steps
 `docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`, at the rates of each
 section's commit: nodes of 8 GPUs, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. Steps of
 one H200 took 0.99 to 2.71 times the time that was modelled with rates fitted to it. The rates and their sources are in
-`titan_muon/plan/terms/machine.py`.
+`titan_muon/planner/machine.py`.
 
 - **step**: Newton-Schulz + passes over memory + waits, if the host is ahead of the device.
 - **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator, NullLocator, StrMethodFormatter
 
-from titan_muon.titan.recipe import Recipe
+from titan_muon.trainer.recipe import Recipe
 
 FOLDER = Path(__file__).parent / "results" / "study"
 PAGE, PICTURE = FOLDER.with_suffix(".md"), FOLDER / "study.png"

@@ -26,8 +26,8 @@ from torch import nn  # noqa: E402
 from titan_muon.assignment.roles import inspect_model  # noqa: E402
 from titan_muon.assignment.rules import EMBEDDING, HEAD, Assignment, assign_parameters, splits_with  # noqa: E402
 from titan_muon.assignment.table import OUTSIDE  # noqa: E402
-from titan_muon.tensors.matrices import matrix_shapes, stack_of  # noqa: E402
-from titan_muon.titan.torchtitan import compat  # noqa: E402
+from titan_muon.engine.tensors.matrices import matrix_shapes, stack_of  # noqa: E402
+from titan_muon.trainer.torchtitan import compat  # noqa: E402
 
 PAGE = ROOT / "docs" / "zoo.md"
 START, END = "<!-- {}: written by docs/make_zoo.py -->\n", "<!-- end of {} -->\n"

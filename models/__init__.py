@@ -13,8 +13,8 @@ from titan_muon import registry
 
 def _family(name: str) -> Any:
     # A family imports torchtitan, so it waits for the first use: `--help` and errors in a recipe do not wait for
-    # PyTorch. `titan_muon.titan` prepares torchtitan for this machine.
-    importlib.import_module("titan_muon.titan")
+    # PyTorch. `titan_muon.trainer` prepares torchtitan for this machine.
+    importlib.import_module("titan_muon.trainer")
     return importlib.import_module(f"models.{name}")
 
 

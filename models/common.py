@@ -9,7 +9,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_muon.tensors.dtensor import held_indices, local, storage_device
+from titan_muon.engine.tensors.dtensor import held_indices, local, storage_device
 
 Init = Callable[[torch.Tensor], object]
 

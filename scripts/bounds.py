@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.types import Bucket, Plan
+from titan_muon.engine.program.patterns import PATTERNS, LinkTraffic
 from titan_muon.options import Overlap
-from titan_muon.plan.cost.timeline import Timeline
-from titan_muon.plan.cost.walk import Costs, PlanCost, copied_bytes, link_seconds
-from titan_muon.plan.exchange.patterns import PATTERNS, LinkTraffic
-from titan_muon.plan.terms.machine import MachineRates
-from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.types import Bucket, Plan
+from titan_muon.planner.machine import MachineRates
+from titan_muon.planner.timeline import Timeline
+from titan_muon.planner.walk import Costs, PlanCost, copied_bytes, link_seconds
 
 HEAVY = 6
 """A matrix is heavy if a rank has time for at most this number of equal matrices."""

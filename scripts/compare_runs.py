@@ -30,7 +30,7 @@ from compare.run_folder import (
 )
 from compare.run_picture import write_picture
 
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.recipe import RecipeError
 
 ABSENT = "-"
 

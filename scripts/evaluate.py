@@ -18,8 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import tyro
 from saved.command import run_command
 
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.run_folder import RunFolder
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from saved.saved_model import SavedModel
@@ -29,7 +29,7 @@ def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
     """Mean cross entropy in nats over the held-out text, and the number of predicted tokens."""
     import torch.nn.functional as F
 
-    from titan_muon.titan.data.loader import NOT_COUNTED, PackedDataLoader
+    from titan_muon.trainer.data.loader import NOT_COUNTED, PackedDataLoader
 
     assert isinstance(saved.held_out, PackedDataLoader.Config), "open_saved reads packed text only"
     training = saved.recipe.training
@@ -65,7 +65,7 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
     # PyTorch takes seconds to import, which an error need not wait for.
     from saved.saved_model import open_saved
 
-    from titan_muon.titan.data.loader import bytes_per_token
+    from titan_muon.trainer.data.loader import bytes_per_token
 
     saved = open_saved(folder, step)
     if saved.held_out is None:

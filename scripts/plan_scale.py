@@ -38,12 +38,12 @@ from bounds import least_flops, least_seconds, least_sent
 
 import models as families  # noqa: F401 (registers them)
 from titan_muon.options import Overlap
-from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.search.summary import summarize
-from titan_muon.plan.terms.machine import planning_machine
-from titan_muon.titan.dry_run.meta_model import build_meta_model
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe import load
+from titan_muon.planner.machine import planning_machine
+from titan_muon.planner.summary import summarize
+from titan_muon.planner.timeline import timeline
+from titan_muon.trainer.dry_run.meta_model import build_meta_model
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import load
 
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
 RANKS = (8, 32, 64, 128, 256, 512, 1024)

@@ -17,8 +17,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import tyro
 from saved.command import run_command
 
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.run_folder import RunFolder
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from saved.saved_model import SavedModel

@@ -21,11 +21,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import compare_runs
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
-from titan_muon.titan.recipe.command_line import SEEDS, Alternative, alternatives
-from titan_muon.titan.recipe.flags import HELP, print_flags, read_options
-from titan_muon.titan.recipe.schema import values
-from titan_muon.titan.run_folder import RunFolder, runs_in
+from titan_muon.trainer.recipe import Recipe, RecipeError, check_degrees, load
+from titan_muon.trainer.recipe.command_line import SEEDS, Alternative, alternatives
+from titan_muon.trainer.recipe.flags import HELP, print_flags, read_options
+from titan_muon.trainer.recipe.schema import values
+from titan_muon.trainer.run_folder import RunFolder, runs_in
 
 INTERRUPTED = 130
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_muon.options import Machine
-from titan_muon.plan.terms.machine import MACHINES, Link, MachineRates
+from titan_muon.planner.machine import MACHINES, Link, MachineRates
 
 
 def rates(name: str = "h100x8", ranks_per_node: int | None = None, **numbers: float) -> MachineRates:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_muon.qk_clip import (
+from titan_muon.plugins.qk_clip import (
     AttentionLayer,
     HeadRows,
     HeadWeight,

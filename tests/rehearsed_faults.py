@@ -24,17 +24,17 @@ COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "by
 def main(folder: Path) -> dict[str, list[str]]:
     """Print the rehearsal's problem for each fault, and none for a sound step."""
     with fake_gpu() as gpu:
-        from titan_muon.titan.torchtitan import compat
+        from titan_muon.trainer.torchtitan import compat
 
         compat.install()
         from torchtitan.components.loss import ChunkedLossWrapper
 
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
         from benchmarks.rehearsal.training import rehearse
-        from titan_muon.comm.exchange import Exchange
         from titan_muon.engine.engine import Engine
-        from titan_muon.titan.dry_run.report import report
-        from titan_muon.titan.recipe.command_line import Command
+        from titan_muon.engine.exchange.exchange import Exchange
+        from titan_muon.trainer.dry_run.report import report
+        from titan_muon.trainer.recipe.command_line import Command
 
         kept: list[torch.Tensor] = []
         wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, Engine.run

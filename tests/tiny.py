@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.recipe import Recipe, load
-from titan_muon.titan.recipe.degrees import has_torch_for
+from titan_muon.trainer.recipe import Recipe, load
+from titan_muon.trainer.recipe.degrees import has_torch_for
 
 RECIPE = """
 name = "tiny"

@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from .assignment.groups import assign, parameter_groups
     from .assignment.heads import head_splits
     from .assignment.rules import Assignment
-    from .comm.clip import clip_grad_norm_
-    from .dry_run.preview import Preview, preview
-    from .fsdp.forward_hooks import apply_in_forward
-    from .fsdp.megatron import follow_megatron_fsdp
-    from .fsdp.training_arguments import trainer_optimizer
-    from .fsdp.transformers_attention import transformers_qk_clip
+    from .engine.faults.clip import clip_grad_norm_
+    from .forecast.preview import Preview, preview
     from .hybrid import Hybrid
     from .muon import Muon
     from .options import Expert, Rule, Split
     from .owned import Owners, own
-    from .state.converted import as_torch, converted
+    from .plugins.forward_hooks import apply_in_forward
+    from .plugins.huggingface_attention import transformers_qk_clip
+    from .plugins.huggingface_trainer import trainer_optimizer
+    from .plugins.megatron_fsdp import follow_megatron_fsdp
+    from .plugins.migrate import as_torch, converted
 
 __version__ = "0.2.0"
 
@@ -28,21 +28,21 @@ _MODULES: Mapping[str, str] = {
     "Hybrid": "hybrid",
     "Muon": "muon",
     "Owners": "owned",
-    "Preview": "dry_run.preview",
+    "Preview": "forecast.preview",
     "Rule": "options",
     "Split": "options",
-    "apply_in_forward": "fsdp.forward_hooks",
-    "as_torch": "state.converted",
+    "apply_in_forward": "plugins.forward_hooks",
+    "as_torch": "plugins.migrate",
     "assign": "assignment.groups",
-    "clip_grad_norm_": "comm.clip",
-    "converted": "state.converted",
-    "follow_megatron_fsdp": "fsdp.megatron",
+    "clip_grad_norm_": "engine.faults.clip",
+    "converted": "plugins.migrate",
+    "follow_megatron_fsdp": "plugins.megatron_fsdp",
     "head_splits": "assignment.heads",
     "own": "owned",
     "parameter_groups": "assignment.groups",
-    "preview": "dry_run.preview",
-    "trainer_optimizer": "fsdp.training_arguments",
-    "transformers_qk_clip": "fsdp.transformers_attention",
+    "preview": "forecast.preview",
+    "trainer_optimizer": "plugins.huggingface_trainer",
+    "transformers_qk_clip": "plugins.huggingface_attention",
 }
 
 __all__ = [

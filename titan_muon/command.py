@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, file=sys.stderr)
         return 2
     if of_config:
-        from .dry_run.config_file import main as plan
+        from .forecast.config_file import main as plan
 
         return plan(words)
     script = shipped() / SCRIPTS[verb]

@@ -13,23 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .adam import AdamW
+from .adamw import AdamW
 from .assignment.given_groups import optimizers_of_groups
 from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import OptimizerSet, build_optimizers
 from .assignment.roles import IsMuon
 from .assignment.rules import Assignment
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
-from .comm.agreement import Agreement
-from .comm.clip import NormCheck, SkipsSteps, agreed_scaling
-from .comm.equality import check_equal
+from .engine.exchange.agreement import Agreement
+from .engine.faults.clip import NormCheck, SkipsSteps, agreed_scaling
+from .engine.faults.equality import check_equal
+from .engine.state.saved import after_pre_hooks, of_adamw, regrouped
+from .engine.tensors.names import named_parameters
+from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
+from .engine.tensors.storage import placement_key
+from .engine.tensors.warning import warn
 from .muon import Muon
 from .options import NO_EXPERT, Expert, MuonOptions, OptionError, Rule, refuse_hybrid_keywords, with_expert
-from .state.saved import after_pre_hooks, of_adamw, regrouped
-from .tensors.names import named_parameters
-from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .tensors.storage import placement_key
-from .tensors.warning import warn
 
 
 class ForwardsToParts:
@@ -143,7 +143,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         router: optimizer of the routers of mixtures of experts.
         decay_vectors: decay norms, biases and other one-dimensional parameters too.
         expert: as in `Muon`. `on_bad_gradient` is for both optimizers.
-        muon, adamw: further keywords of `Muon` and of `titan_muon.adam.AdamW`.
+        muon, adamw: further keywords of `Muon` and of `titan_muon.adamw.AdamW`.
         others: options of further registered optimizers named by rules.
         process_group: the ranks with this model, as in `Muon`.
 

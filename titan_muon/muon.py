@@ -15,29 +15,37 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .algorithms import algorithm_of, algorithms_in, check_group, check_used, choice_of
-from .comm.agreement import Agreement
-from .comm.clip import SkipsSteps
-from .comm.equality import check_equal
-from .comm.exchange import Collectives, Exchange
-from .comm.replicas import separate_layouts
-from .comm.report import Reported
 from .engine.engine import Engine, Selection, checked_plan, engine_of, report_of
-from .engine.selection import select
+from .engine.exchange.agreement import Agreement
+from .engine.exchange.exchange import Collectives, Exchange
+from .engine.faults.clip import SkipsSteps
+from .engine.faults.equality import check_equal
+from .engine.faults.replicas import separate_layouts
+from .engine.faults.report import Reported
+from .engine.layout.intervals import Geometries
+from .engine.layout.types import Layout, Plan
+from .engine.state.groups import (
+    check_groups,
+    check_lr,
+    check_params,
+    doubts_of,
+    given_groups,
+    named_group,
+    rows_of,
+    splits_of,
+)
+from .engine.state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
+from .engine.state.matrix_states import MatrixStates, with_matrix_states
+from .engine.state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
+from .engine.step.algorithm import PlanContext
+from .engine.step.feature import check_plan
+from .engine.step.gradients import StepGradients, check_first_gradients
+from .engine.tensors.dtensor import mesh_groups
+from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
+from .engine.tensors.storage import STEP, TrainedParam, device_of, trained_params
+from .engine.tensors.warning import warn
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
-from .plan.terms.layout import Geometries
-from .plan.terms.types import Layout, Plan
-from .state.groups import check_groups, check_lr, check_params, doubts_of, given_groups, named_group, rows_of, splits_of
-from .state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
-from .state.matrix_states import MatrixStates, with_matrix_states
-from .state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
-from .step.algorithm import PlanContext
-from .step.feature import check_plan
-from .step.gradients import StepGradients, check_first_gradients
-from .tensors.dtensor import mesh_groups
-from .tensors.foreign import unsupported_reason
-from .tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .tensors.storage import STEP, TrainedParam, device_of, trained_params
-from .tensors.warning import warn
+from .selection import select
 
 
 class Muon(SkipsSteps, Optimizer):
@@ -123,10 +131,9 @@ class Muon(SkipsSteps, Optimizer):
             offload=offload,
             machine=machine,
         )
-        self._algorithm = algorithm_of(self._options)
+        self._algorithm, self._closed = algorithm_of(self._options), False
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
-        self._closed = False
         groups = given_groups(params, alone=len(ranks_of(process_group)) == 1)
         super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
@@ -393,8 +400,7 @@ class Muon(SkipsSteps, Optimizer):
         if self._closed:
             raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
         self.synchronize()
-        if self._agreement is None:
-            self._agreement = Agreement(self.process_group)
+        self._agreement = self._agreement or Agreement(self.process_group)
         if self._engine is not None:
             # Memory may not suffice for old and new buffers.
             self._engine.free()
@@ -418,7 +424,7 @@ class Muon(SkipsSteps, Optimizer):
         separate = separate_layouts(params, agreement)
         selected, (plan, geometries) = together(lambda: self._selected_plan(params, separate, agreement.rank))
         self._options, self._algorithm = selected.options, selected.algorithm
-        empty = [number for number in range(len(params)) if not self._algorithm.for_parameter(number).momentum]
+        empty = [i for i in range(len(params)) if not self._algorithm.for_parameter(i).momentum]
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options, empty))
         of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
         report = report_of(*of_plan, optional=self._optional)
@@ -440,5 +446,5 @@ class Muon(SkipsSteps, Optimizer):
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         of_muon = self.param_groups, self.state, self._agreed.rank, self._options
-        counts_steps = algorithm_of(self._options, self.param_groups).counts_steps
-        return tuple(trained_params(*of_muon, counts_steps=counts_steps, unsupported_reason=unsupported_reason))
+        algorithm = algorithm_of(self._options, self.param_groups)
+        return tuple(trained_params(*of_muon, counts_steps=algorithm.counts_steps))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.contenders import HYPERPARAMETERS, JORDAN, dist_muon, torch_muon
 from benchmarks.gpu import Clock, Rows, one_process
 from titan_muon import Expert, Muon
-from titan_muon.orthogonalize import iterate, iteration
+from titan_muon.engine.orthogonalize import iterate, iteration
 
 MATRICES: Mapping[str, Mapping[str, Mapping[tuple[int, int], int]]] = {
     "cuda": {
@@ -87,7 +87,7 @@ def _emerging(params: Parameters) -> Step:
 
 
 def _dist_muon(params: Parameters) -> Step:
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     # Before the import of TorchTitan, which copies the device.
     compat.install()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.accuracy import relative_error
-from titan_muon.orthogonalize import Method, iterate, iteration, orthogonalize
-from titan_muon.orthogonalize.dispatch import restarts
+from titan_muon.engine.orthogonalize import Method, iterate, iteration, orthogonalize
+from titan_muon.engine.orthogonalize.dispatch import restarts
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES: Mapping[str, Sequence[tuple[int, int, int]]] = {

@@ -22,11 +22,11 @@ import torch
 from benchmarks.bench_orthogonalize import JORDAN, MODELS, torch_loop
 from benchmarks.measure_kernels import measure_kernels
 from benchmarks.one_gpu.links import matmul_rate, seconds, wait
+from titan_muon.engine.orthogonalize import Dispatch, Kernel, Method, orthogonalize
+from titan_muon.engine.orthogonalize.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, restarts
+from titan_muon.kernels.measured import installed
 from titan_muon.options import Machine
-from titan_muon.orthogonalize import Dispatch, Kernel, Method, orthogonalize
-from titan_muon.orthogonalize.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, restarts
-from titan_muon.orthogonalize.measured import installed
-from titan_muon.plan.terms.machine import LAUNCHES, MachineRates, machine_of
+from titan_muon.planner.machine import LAUNCHES, MachineRates, machine_of
 
 Shape = tuple[int, int, int]
 SHAPES: Mapping[str, Mapping[str, Sequence[Shape]]] = {

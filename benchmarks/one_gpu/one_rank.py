@@ -25,17 +25,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.gpu import Clock, Rows
 from benchmarks.one_gpu.worlds import Row, World, placement_of, read
 from titan_muon import Expert, Muon
-from titan_muon.adam import AdamW
-from titan_muon.comm.clip import NormCheck
-from titan_muon.comm.exchange import Collectives
+from titan_muon.adamw import AdamW
 from titan_muon.engine.engine import plan_step
-from titan_muon.engine.selection import select
+from titan_muon.engine.exchange.exchange import Collectives
+from titan_muon.engine.faults.clip import NormCheck
+from titan_muon.engine.layout.types import Plan
+from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.options import Machine, MuonOptions, Split
-from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.search.summary import summarize
-from titan_muon.plan.terms.machine import planning_machine
-from titan_muon.plan.terms.types import Plan
-from titan_muon.tensors.process_groups import forget_meshes
+from titan_muon.planner.machine import planning_machine
+from titan_muon.planner.summary import summarize
+from titan_muon.planner.timeline import timeline
+from titan_muon.selection import select
 
 NOISE = 1e-3
 """Size of received numbers: a larger one would break the bound on updates."""

@@ -118,16 +118,16 @@ def blocks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def described(source: Source) -> World:
     """The world of a recipe, by TorchTitan's model. Once in a process, because of process groups."""
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     # Before the import of TorchTitan, which copies the device.
     compat.install()
     import models  # noqa: F401 (registers the families)
     from titan_muon.options import Expert
-    from titan_muon.plan.cost.timeline import timeline
-    from titan_muon.plan.terms.machine import planning_machine
-    from titan_muon.titan.dry_run.meta_model import build_meta_model
-    from titan_muon.titan.recipe import load
+    from titan_muon.planner.machine import planning_machine
+    from titan_muon.planner.timeline import timeline
+    from titan_muon.trainer.dry_run.meta_model import build_meta_model
+    from titan_muon.trainer.recipe import load
 
     recipe = load(ROOT / f"configs/{source.recipe}_muon.toml", [*source.overrides, "--qk_clip.mode", "off"])
     meta = build_meta_model(recipe, source.world, "cuda")

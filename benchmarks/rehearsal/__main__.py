@@ -9,7 +9,7 @@ from pathlib import Path
 
 import models  # noqa: F401 (registers the families)
 from benchmarks.rehearsal.fake_gpu import fake_gpu
-from titan_muon.titan.recipe import load
+from titan_muon.trainer.recipe import load
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     with fake_gpu() as gpu, tempfile.TemporaryDirectory() as folder:
         # TorchTitan copies the device on import.
-        from titan_muon.titan.torchtitan import compat
+        from titan_muon.trainer.torchtitan import compat
 
         compat.install()
         from benchmarks.rehearsal.training import rehearse

@@ -21,7 +21,7 @@ from torch import Tensor
 import models  # noqa: F401 (registers the families)
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import Operations
-from titan_muon.titan.recipe import Recipe, load
+from titan_muon.trainer.recipe import Recipe, load
 
 # Rules of PyTorch's foreach kernels: can_use_fast_route in aten/src/ATen/native/cuda/ForeachUtils.h, and the limits of
 # a launch in MultiTensorApply.cuh.
@@ -98,7 +98,7 @@ def counted(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: st
     # Only under `fake_gpu`, because TorchTitan copies the device on import.
     from benchmarks.rehearsal.subject import build_trainer, without_files
     from benchmarks.rehearsal.training import give_gradients
-    from titan_muon.comm.clip import NormCheck
+    from titan_muon.engine.faults.clip import NormCheck
     from titan_muon.muon import Muon
 
     with fake_rank(world_size, rank):
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     options, overrides = parser.parse_known_args()
     with fake_gpu() as gpu, tempfile.TemporaryDirectory() as folder:
-        from titan_muon.titan.torchtitan import compat
+        from titan_muon.trainer.torchtitan import compat
 
         compat.install()
         launches = counted(load(options.config, overrides), options.world_size, options.rank, gpu, folder)

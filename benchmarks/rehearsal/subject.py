@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.rehearsal.fake_gpu import FakeGpu
-from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer import MuonTrainer
-from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.trainer.recipe import Recipe
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.trainer import MuonTrainer
+from titan_muon.trainer.run.trainer_config import trainer_config
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_rank
 from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
-from titan_muon.comm.clip import GradientClip
+from titan_muon.engine.faults.clip import GradientClip
 from titan_muon.features.offload import Copied, Window
 from titan_muon.muon import Muon
 from titan_muon.owned import private
-from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.run.trainer import MuonTrainer
+from titan_muon.trainer.recipe import Recipe
+from titan_muon.trainer.run.trainer import MuonTrainer
 
 
 def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: str) -> Seen:

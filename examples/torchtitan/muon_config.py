@@ -7,7 +7,7 @@ Degrees and all other options are TorchTitan's: `--parallelism.tensor_parallel_d
 this file takes the place of `-m torchtitan.train`.
 """
 
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 # Before other imports of torchtitan, which copy the device. On a GPU it closes gaps of older versions of PyTorch.
 ON_CPU = compat.install()
@@ -23,12 +23,12 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
 from models import qwen3
-from titan_muon.titan import HybridOptimizers
-from titan_muon.titan.data.loader import dataloader_config
-from titan_muon.titan.data.tokenizers import tokenizer_config
-from titan_muon.titan.model.attention import use_attention
-from titan_muon.titan.model.parallelize import wrap_parallelize
-from titan_muon.titan.recipe.sections import Data
+from titan_muon.trainer import HybridOptimizers
+from titan_muon.trainer.data.loader import dataloader_config
+from titan_muon.trainer.data.tokenizers import tokenizer_config
+from titan_muon.trainer.model.attention import use_attention
+from titan_muon.trainer.model.parallelize import wrap_parallelize
+from titan_muon.trainer.recipe.sections import Data
 
 SEQ_LEN, SEQUENCES = 256, 4
 DATA = Data(source="python", tokenizer="bytes")

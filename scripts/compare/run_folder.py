@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from titan_muon.titan.run_folder import LATEST, METRICS, PLACE, RunFolder
+from titan_muon.trainer.run_folder import LATEST, METRICS, PLACE, RunFolder
 
 SEEDS = frozenset({"debug.seed", "data.seed"})
 """Keys with different values in the runs of a setting."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.recipe import RecipeError
 
 
 def run_command(act: Callable[..., None], arguments: Sequence[str] | None) -> int:

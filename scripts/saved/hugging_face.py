@@ -18,8 +18,8 @@ from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
 
 from saved.saved_model import SavedModel
-from titan_muon.titan.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer
+from titan_muon.trainer.recipe import RecipeError
 
 MARKS = ("<|begin|>", "<|end|>")
 """Texts of the opening and the closing mark of `data.tokenizer` "bytes" and "bpe"."""

@@ -16,15 +16,15 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_spec import ModelSpec
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.titan.device import passes_dtype
-from titan_muon.titan.model.attention import share_dense_mask
-from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.recipe.files import import_modules
-from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer_config import trainer_config
-from titan_muon.titan.run_folder import TOKENIZER, RunFolder
-from titan_muon.titan.storage.reader import SafePlanner, SafeReader
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.device import passes_dtype
+from titan_muon.trainer.model.attention import share_dense_mask
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe.files import import_modules
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.trainer_config import trainer_config
+from titan_muon.trainer.run_folder import TOKENIZER, RunFolder
+from titan_muon.trainer.storage.reader import SafePlanner, SafeReader
+from titan_muon.trainer.torchtitan import compat
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 ONE_RANK: Mapping[str, Any] = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}

@@ -26,7 +26,7 @@ _context.set_forkserver_preload(
     [
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
-        "titan_muon.titan.model.spec",
+        "titan_muon.trainer.model.spec",
         "models",
         "torchtitan.trainer",
         # Without preloading, each rank of each test imports these modules again.
@@ -34,7 +34,7 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "titan_muon.hybrid",
         "titan_muon.owned",
-        "titan_muon.titan.run.job",
+        "titan_muon.trainer.run.job",
         "models.deepseek_v3",
         "models.llama3",
         "models.qwen3",

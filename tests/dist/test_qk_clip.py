@@ -22,7 +22,7 @@ from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from titan_muon import transformers_qk_clip
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
-from titan_muon.qk_clip import QKClip
+from titan_muon.plugins.qk_clip import QKClip
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "fsdp": ((4,), (Shard(0),)),

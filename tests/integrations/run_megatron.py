@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tests.integrations import cuda_on_cpu  # noqa: F401
 from tests.shared import message
 from titan_muon import Expert, Hybrid, clip_grad_norm_, follow_megatron_fsdp
-from titan_muon.tensors.dtensor import held_indices
+from titan_muon.engine.tensors.dtensor import held_indices
 
 import megatron_fsdp  # isort: skip
 from megatron_fsdp import experimental  # isort: skip

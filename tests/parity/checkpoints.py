@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from tests.parity.references import ALGORITHM
 from tests.parity.table import NORMUON_AND_SOAP, SOAP
 from tests.parity.training import Row, Training, gradients, reference_of
-from titan_muon.tensors.dtensor import copy_rows
+from titan_muon.engine.tensors.dtensor import copy_rows
 
 Stage = tuple[int, str | tuple[str, ...], dict[str, Any]]
 """Ranks, a layout or several in one Muon, and options of Muon."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.parity.layouts import DEVICE
 from tests.parity.training import Row, differences
 from titan_muon import Muon
-from titan_muon.comm.exchange import Collectives
+from titan_muon.engine.exchange.exchange import Collectives
 
 
 def differences_on_device(rank: int, world_size: int, row: Row) -> list[str]:

@@ -18,7 +18,7 @@ from tests.parity.layouts import DEVICE, LAYOUTS, SPLITS, Layout, drawn, like, m
 from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
-from titan_muon.tensors.dtensor import copy_rows, own_rows
+from titan_muon.engine.tensors.dtensor import copy_rows, own_rows
 
 DROP, ELSEWHERE = "drop", "elsewhere"
 """A gradient that is absent, or replicated instead of sharded, on the last rank."""

@@ -1,5 +1,5 @@
 """Prepares TorchTitan for this machine before a test module imports it."""
 
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()

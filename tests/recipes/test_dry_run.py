@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import train
-from titan_muon.titan.dry_run.compare import compare
-from titan_muon.titan.dry_run.report import report
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.command_line import Command, parse
+from titan_muon.trainer.dry_run.compare import compare
+from titan_muon.trainer.dry_run.report import report
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.recipe.command_line import Command, parse
 
 RECIPE = """
 name = "small"

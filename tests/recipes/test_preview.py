@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 
 import models  # noqa: F401 (registers the families)
 from titan_muon import command, preview
-from titan_muon.dry_run.config_file import plan_config
-from titan_muon.titan.dry_run.stages import StageReport, dry_run
-from titan_muon.titan.recipe import load
-from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.forecast.config_file import plan_config
+from titan_muon.trainer.dry_run.stages import StageReport, dry_run
+from titan_muon.trainer.recipe import load
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.trainer_config import trainer_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "qwen3_8b_muon.toml"
 WORLD = 64

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_muon.titan.recipe import load
+from titan_muon.trainer.recipe import load
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

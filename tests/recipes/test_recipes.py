@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import models  # noqa: F401 (registers the families)
 from titan_muon import registry
-from titan_muon.orthogonalize import Dispatch, coefficients
-from titan_muon.plan.terms.machine import MACHINES
-from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world
-from titan_muon.titan.dry_run.report import report
-from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml
-from titan_muon.titan.recipe.command_line import Command
+from titan_muon.engine.orthogonalize import Dispatch, coefficients
+from titan_muon.planner.machine import MACHINES
+from titan_muon.trainer.dry_run.meta_model import build_meta_model, smallest_world
+from titan_muon.trainer.dry_run.report import report
+from titan_muon.trainer.recipe import Recipe, RecipeError, degrees, load, to_toml
+from titan_muon.trainer.recipe.command_line import Command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))

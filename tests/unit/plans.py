@@ -15,12 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.machines import rates
-from titan_muon.options import MuonOptions, Overlap, Split
-from titan_muon.plan.planning import PlanRequest
-from titan_muon.plan.rule import plan_by_rule
-from titan_muon.plan.search.planner import make_plan
-from titan_muon.plan.terms.machine import MachineRates
-from titan_muon.plan.terms.types import (
+from titan_muon.engine.layout.types import (
     Bucket,
     Cut,
     Interval,
@@ -36,8 +31,13 @@ from titan_muon.plan.terms.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.plan.terms.work import Elements, Work, standard_elements, standard_flops
-from titan_muon.tensors.matrices import stack_of
+from titan_muon.engine.layout.work import Elements, Work, standard_elements, standard_flops
+from titan_muon.engine.planning import PlanRequest
+from titan_muon.engine.rule import plan_by_rule
+from titan_muon.engine.tensors.matrices import stack_of
+from titan_muon.options import MuonOptions, Overlap, Split
+from titan_muon.planner.machine import MachineRates
+from titan_muon.planner.planner import make_plan
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))
 """Times the usual number of examples and seeds: `make test-long`."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.recipe import RecipeError
 
 RULE = "[[optimizer.rule]]\nmatch = '*'\noptimizer = "
 """Start of a rule for every parameter; the optimizer's name in quotes follows."""

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -13,7 +14,6 @@ from docs import make_architecture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titan_muon"
-TENSORS_ONLY = ("orthogonalize", "tensors", "options")
 COLLECTIVES = set(
     """
     all_reduce all_reduce_coalesced all_gather all_gather_coalesced all_gather_into_tensor all_gather_object
@@ -34,7 +34,7 @@ SHIPPED = [*files("titan_muon", "models", "scripts"), ROOT / "train.py"]
 OURS = [*SHIPPED, *files("benchmarks")]
 FOLDERS = sorted({path.parent for path in files("titan_muon")})
 LONGEST_FILE, LONGEST_FUNCTION, FILES_IN_A_FOLDER = 450, 60, 10
-LIBRARY = [path for path in files("titan_muon") if PACKAGE / "titan" not in path.parents]
+LIBRARY = [path for path in files("titan_muon") if PACKAGE / "trainer" not in path.parents]
 
 
 def name(path: Path) -> str:
@@ -47,7 +47,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every imported module, or name of a module, in full: titan_muon.plan.make_plan."""
+    """Every imported module, or name of a module, in full: titan_muon.planner.make_plan."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -72,22 +72,29 @@ def part(path: Path) -> str:
     return inside[0]
 
 
-PLAN, ARITHMETIC = "titan_muon.plan", tuple(f"titan_muon.{name}" for name in TENSORS_ONLY)
+ENGINE = "titan_muon.engine"
+FACE = ("titan_muon.options", "titan_muon.ranges", "titan_muon.removed")
+LAYOUT, PROGRAM = f"{ENGINE}.layout", f"{ENGINE}.program"
 ALLOWED: Mapping[str, tuple[str, ...]] = {
-    "plan": (PLAN, "titan_muon.options"),
-    "orthogonalize": ("titan_muon.orthogonalize", "titan_muon.plan.terms", "titan_muon.options", "titan_muon.removed"),
-    "tensors": (PLAN, *ARITHMETIC),
-    "options": (PLAN, "titan_muon.ranges", "titan_muon.removed", *ARITHMETIC),
-    "comm": (PLAN, "titan_muon.comm", "titan_muon.tensors"),
+    "engine": (ENGINE, *FACE),
+    "engine/layout": (LAYOUT, *FACE),
+    "engine/program": (LAYOUT, PROGRAM, *FACE),
+    "engine/orthogonalize": (f"{ENGINE}.orthogonalize", LAYOUT, *FACE),
+    "engine/tensors": (f"{ENGINE}.tensors", f"{ENGINE}.orthogonalize", LAYOUT, PROGRAM, *FACE),
+    "planner": ("titan_muon.planner", LAYOUT, PROGRAM, f"{ENGINE}.planning", *FACE),
+    "options": (LAYOUT, f"{ENGINE}.orthogonalize", *FACE),
     "audit": ("titan_muon.audit",),
 }
-"""The only imports from this package, by part of the library."""
+"""The only imports from this package, by folder or file of the library."""
 FORBIDDEN: Mapping[str, tuple[str, ...]] = {
-    # A plan is computed from shapes and sizes alone.
-    "plan": ("torch",),
-    "orthogonalize": ("torch.distributed",),
-    "owned": ("titan_muon.muon", "titan_muon.step", "titan_muon.tensors.storage", "titan_muon.orthogonalize"),
+    # A plan is computed from shapes and sizes.
+    "engine/layout": ("torch",),
+    "engine/program": ("torch",),
+    "planner": ("torch",),
+    "engine/orthogonalize": ("torch.distributed",),
+    "owned": ("titan_muon.muon", f"{ENGINE}.step", f"{ENGINE}.tensors.storage", f"{ENGINE}.orthogonalize"),
 }
+INSTALLED_FOR_THE_ENGINE = {*sys.stdlib_module_names, "torch", "einops", "titan_muon"}
 
 
 @pytest.mark.parametrize("path", [*files("titan_muon"), ROOT / "train.py"], ids=name)
@@ -95,29 +102,39 @@ def test_imports_go_one_way(path: Path) -> None:
     """Models are registered, so a package may bring models."""
     inside = path in LIBRARY
     forbidden = ["models", "scripts", "benchmarks", "tests", "train"] if path.name != "train.py" else []
-    forbidden += ["titan_muon.titan"] if inside else []
+    forbidden += ["titan_muon.trainer"] if inside else []
     forbidden += ["torchtitan"] if inside or path.name == "train.py" else []
-    forbidden += FORBIDDEN.get(part(path), ()) if inside else ()
-    allowed = ALLOWED.get(part(path)) if inside else None
+    homes = [name(parent).removeprefix("titan_muon/") for parent in (path.with_suffix(""), *path.parents[:-3])]
+    forbidden += [module for home in homes for module in FORBIDDEN.get(home, ()) if inside]
     for module in imports(path):
         assert not any(within(module, other) for other in forbidden), f"{name(path)} imports {module}"
-        if allowed is not None and within(module, "titan_muon"):
-            assert any(within(module, other) for other in allowed), f"{name(path)} imports {module}"
+        if inside and part(path) == "engine":
+            assert module.split(".")[0] in INSTALLED_FOR_THE_ENGINE, f"{name(path)} imports {module}"
+        for home in homes:
+            if inside and home in ALLOWED and within(module, "titan_muon"):
+                assert any(within(module, other) for other in ALLOWED[home]), f"{name(path)} imports {module}"
 
 
-PRIVATE_FILES = ("owned/private.py", "fsdp/private.py", "tensors/process_groups.py")
+def test_nothing_in_the_library_imports_what_stands_beside_it() -> None:
+    """The face starts forecast and audit by name: the lazy table of public names, and the command."""
+    for beside in ("forecast", "plugins", "audit"):
+        importing = {part(p) for p in LIBRARY if any(within(m, f"titan_muon.{beside}") for m in imports(p))}
+        assert importing <= {beside, "__init__", "command"}, beside
+
+
+PRIVATE_FILES = ("owned/private.py", "features/private.py", "engine/tensors/process_groups.py")
 """Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
 PRIVATE = {
     "titan_muon/assignment/roles.py": {"_ConvNd"},
     "titan_muon/features/backward.py": {"_version"},
-    "titan_muon/fsdp/transformers_attention.py": {"_attn_implementation"},
+    "titan_muon/plugins/huggingface_attention.py": {"_attn_implementation"},
     "titan_muon/hybrid.py": {"_optimizer_load_state_dict_post_hooks"},
     "titan_muon/owned/hooks.py": {"_pytree"},
     "titan_muon/owned/param_group.py": {"_version"},
-    "titan_muon/state/saved.py": {"_optimizer_load_state_dict_pre_hooks"},
-    "titan_muon/step/gradients.py": {"_local_tensor"},
-    "titan_muon/step/step.py": {"_profiler_enabled"},
-    "titan_muon/tensors/dtensor.py": {"_local_tensor", "_StridedShard"},
+    "titan_muon/engine/state/saved.py": {"_optimizer_load_state_dict_pre_hooks"},
+    "titan_muon/engine/step/gradients.py": {"_local_tensor"},
+    "titan_muon/engine/step/step.py": {"_profiler_enabled"},
+    "titan_muon/engine/tensors/dtensor.py": {"_local_tensor", "_StridedShard"},
 }
 """Private names in further files, by file. Tests of the file's behaviour fail without the name."""
 # Public by their documentation.
@@ -173,7 +190,10 @@ def on_distributed(value: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
 def test_only_three_folders_call_collectives(path: Path) -> None:
-    if part(path) in ("comm", "owned", "audit"):
+    if part(path) in ("owned", "audit") or name(path.parent) in (
+        "titan_muon/engine/exchange",
+        "titan_muon/engine/faults",
+    ):
         return
     assert list(called(path, COLLECTIVES)) == []
     methods = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute) and node.attr in REDISTRIBUTING)
@@ -237,12 +257,13 @@ def test_no_folders_import_in_a_circle() -> None:
 
 def test_the_searches_find_collectives_and_circles() -> None:
     """Guards the tests against a moved folder."""
-    assert len(list(called(PACKAGE / "comm" / "exchange.py", COLLECTIVES))) >= 5
-    assert {"plan", "titan", "orthogonalize", "comm", "owned"} <= {part(path) for path in files("titan_muon")}
-    assert "titan_muon/plan/terms" in {folder_of(other) for other in imported_files(PACKAGE / "comm" / "buffers.py")}
+    assert len(list(called(PACKAGE / "engine/exchange/exchange.py", COLLECTIVES))) >= 5
+    assert {"planner", "trainer", "engine", "owned"} <= {part(path) for path in files("titan_muon")}
+    buffers = imported_files(PACKAGE / "engine/exchange/buffers.py")
+    assert "titan_muon/engine/layout" in {folder_of(other) for other in buffers}
     assert ROOT / "scripts/compare/run_folder.py" in imported_files(ROOT / "scripts/compare_runs.py")
-    assert folder_of(PACKAGE / "titan/torchtitan/compat.py") == "titan_muon/titan/torchtitan"
-    assert folder_of(PACKAGE / "titan/run/job.py") == "titan_muon/titan/run"
+    assert folder_of(PACKAGE / "trainer/torchtitan/compat.py") == "titan_muon/trainer/torchtitan"
+    assert folder_of(PACKAGE / "trainer/run/job.py") == "titan_muon/trainer/run"
     assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == 4
 
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from titan_muon import Expert, Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
-from titan_muon.adam import AdamW
-from titan_muon.comm.faults import Fault
+from titan_muon.adamw import AdamW
+from titan_muon.engine.faults.faults import Fault
 from titan_muon.options import Split
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "expert": Expert(orthogonalize="reference")}

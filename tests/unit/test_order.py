@@ -28,12 +28,12 @@ ORDERED = ("list", "tuple", "iter", "next", "enumerate", "zip", "map", "filter",
 
 ALLOWED = {
     # Of sets with one element.
-    ("plan/exchange/patterns.py", "replica_sets"),
-    ("titan/recipe/toml.py", "given"),
+    ("engine/program/patterns.py", "replica_sets"),
+    ("trainer/recipe/toml.py", "given"),
     # Sums of integers.
-    ("titan/dry_run/verdict.py", "between_all"),
+    ("trainer/dry_run/verdict.py", "between_all"),
     # A method `__hash__`, which nothing prints or sorts by.
-    ("tensors/process_groups.py", "hash"),
+    ("engine/tensors/process_groups.py", "hash"),
 }
 """(file, expression): uses of an order that change no result."""
 

@@ -77,11 +77,11 @@ def test_a_missing_extra_is_a_single_line(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_the_integration_without_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
-    monkeypatch.delitem(sys.modules, "titan_muon.titan", raising=False)
+    monkeypatch.delitem(sys.modules, "titan_muon.trainer", raising=False)
     with pytest.raises(
         ModuleNotFoundError, match=r"needs torchtitan; install them by pip install 'titan-muon\[titan\]'"
     ):
-        importlib.import_module("titan_muon.titan")
+        importlib.import_module("titan_muon.trainer")
 
 
 def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
-from titan_muon.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, key_rows, query_rows
+from titan_muon.plugins.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, key_rows, query_rows
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])

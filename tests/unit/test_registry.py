@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from titan_muon import Muon
+from titan_muon.engine.orthogonalize import COEFFICIENTS
 from titan_muon.options import CoefficientSet, Expert
-from titan_muon.orthogonalize import COEFFICIENTS
 from titan_muon.registry import Registry, algorithms, optimizers, placements, shared_options
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
 # Registers the optimizers of this package.
-import titan_muon.titan.assign.container  # noqa: E402
-import titan_muon.titan.model.parallelize  # noqa: E402, F401
+import titan_muon.trainer.assign.container  # noqa: E402
+import titan_muon.trainer.model.parallelize  # noqa: E402, F401
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from torch.optim import lr_scheduler
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms import algorithm_of
-from titan_muon.algorithms.fused import with_fused
-from titan_muon.algorithms.muon import MuonAlgorithm
 from titan_muon.algorithms.second_moment import NorMuon
+from titan_muon.engine.layout.work import Work
+from titan_muon.engine.step.muon import MuonAlgorithm
+from titan_muon.kernels.fused import with_fused
+from titan_muon.kernels.measured import Choices
 from titan_muon.options import MuonOptions, OptionError
-from titan_muon.orthogonalize.measured import Choices
-from titan_muon.plan.terms.work import Work
 from titan_muon.ranges import FRACTION
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
@@ -139,7 +139,7 @@ def stepped(muon: Muon, seed: int) -> Muon:
 @pytest.mark.parametrize(
     ("algorithm", "options", "message"),
     [
-        ("adamw", {}, "algorithm = 'adamw' marks parameters of another algorithm; give them to titan_muon.adam.AdamW"),
+        ("adamw", {}, "algorithm = 'adamw' marks parameters of another algorithm; give them to titan_muon.adamw.AdamW"),
         ("soap", {"state_dtype": "int8"}, "state_dtype = 'int8' does not fit algorithm = 'soap'"),
         ("muonh", {"weight_decay": 0.0, "overlap": "forward"}, "overlap = 'forward' applies updates in forward"),
         ("muonh", {"weight_decay": 0.0, "offload": "parameters"}, "offload = 'parameters'"),
@@ -155,11 +155,11 @@ def test_a_group_is_refused_as_a_whole_muon(algorithm: Any, options: dict[str, A
 
 
 def test_muon_and_normuon_in_one_muon_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_muon.algorithms.fused.usable", lambda kind: True)
+    monkeypatch.setattr("titan_muon.kernels.fused.usable", lambda kind: True)
     for algorithm, expected in (("normuon", True), ("adamuon", False)):
         groups = matrices(0, {}, {"algorithm": algorithm})
         tensors = [group["params"][0][1] for group in groups]
-        monkeypatch.setattr("titan_muon.algorithms.fused.measured_choices", lambda device: Choices(fused=True))
+        monkeypatch.setattr("titan_muon.kernels.fused.measured_choices", lambda device: Choices(fused=True))
         options = MuonOptions(fused="auto")
         assert with_fused(options, torch.device("cpu"), tensors, groups).fused is expected
     with pytest.raises(OptionError, match="kernels for algorithm = 'muon' and 'normuon', and not for 'adamuon'"):
@@ -229,10 +229,10 @@ def test_fused_calls_have_the_momentum_of_their_own_algorithm(monkeypatch: pytes
             return 0.5
 
     decays = []
-    monkeypatch.setattr("titan_muon.algorithms.fused.usable", lambda kind: True)
+    monkeypatch.setattr("titan_muon.kernels.fused.usable", lambda kind: True)
     for name in ("momentum_launch", "update_launch"):
         launch = lambda table, lists, number, *rest, **flags: decays.append(number) or Mock()  # noqa: E731
-        monkeypatch.setattr(f"titan_muon.algorithms.fused.{name}", launch)
+        monkeypatch.setattr(f"titan_muon.kernels.fused.{name}", launch)
     monkeypatch.setitem(registry.algorithms._values, "slow", Slow)
     stepped(Muon(matrices(0, {}, {"algorithm": "slow"}), lr=0.0, expert=Expert(fused=True)), 0)
     assert sorted(decays) == [0.5, 0.95, 1.0, 1.0]

@@ -7,9 +7,9 @@ from torch import nn
 import titan_muon
 from tests.shared import message
 from titan_muon import Muon, Split
-from titan_muon.adam import AdamW
-from titan_muon.algorithms.fused import has_kernels
-from titan_muon.algorithms.muon import MuonAlgorithm
+from titan_muon.adamw import AdamW
+from titan_muon.engine.step.muon import MuonAlgorithm
+from titan_muon.kernels.fused import has_kernels
 from titan_muon.options import MuonOptions
 
 

@@ -9,27 +9,27 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from .. import registry
+from ..engine.step.algorithm import Algorithm, Group
+from ..engine.tensors.names import listed
 from ..options import MuonOptions, OptionError, check
-from ..step.algorithm import Algorithm, Group
-from ..tensors.names import listed
 
 ALGORITHMS: Mapping[str, tuple[str, str]] = {
-    "muon": ("muon", "MuonAlgorithm"),
-    "normuon": ("second_moment", "NorMuon"),
-    "adamuon": ("second_moment", "AdaMuon"),
-    "muoneq": ("muoneq", "MuonEq"),
-    "muoneq_columns": ("muoneq", "MuonEqColumns"),
-    "muoneq_both": ("muoneq", "MuonEqBoth"),
-    "muonh": ("muonh", "MuonH"),
-    "soap": ("soap", "Soap"),
+    "muon": ("..engine.step.muon", "MuonAlgorithm"),
+    "normuon": (".second_moment", "NorMuon"),
+    "adamuon": (".second_moment", "AdaMuon"),
+    "muoneq": (".muoneq", "MuonEq"),
+    "muoneq_columns": (".muoneq", "MuonEqColumns"),
+    "muoneq_both": (".muoneq", "MuonEqBoth"),
+    "muonh": (".muonh", "MuonH"),
+    "soap": (".soap", "Soap"),
 }
-"""File and class of each algorithm."""
+"""Module and class of each algorithm."""
 
 
 def _made(name: str, options: MuonOptions) -> Algorithm:
     """Imports the algorithm's file at the first use."""
-    file, cls = ALGORITHMS[name]
-    algorithm: Algorithm = getattr(import_module(f".{file}", __package__), cls)(options)
+    module, cls = ALGORITHMS[name]
+    algorithm: Algorithm = getattr(import_module(module, __package__), cls)(options)
     return algorithm
 
 

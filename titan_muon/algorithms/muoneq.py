@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .muon import MuonAlgorithm
+from ..engine.step.muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..step.views import Batch
+    from ..engine.step.views import Batch
 
 EPS = 1e-8
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..engine.state.matrix_states import StateSpec
+from ..engine.step.algorithm import WEIGHT_NORM, Group, PlanContext
+from ..engine.step.muon import MuonAlgorithm
 from ..options import OptionError
-from ..state.matrix_states import StateSpec
-from ..step.algorithm import WEIGHT_NORM, Group, PlanContext
-from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..step.foreach import UpdateCall
+    from ..engine.step.foreach import UpdateCall
 
 
 class MuonH(MuonAlgorithm):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..state.matrix_states import StateSpec
-from ..step.algorithm import Group, Tensors
-from .muon import MuonAlgorithm
+from ..engine.state.matrix_states import StateSpec
+from ..engine.step.algorithm import Group, Tensors
+from ..engine.step.muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..step.foreach import MomentumCall
+    from ..engine.step.foreach import MomentumCall
 
 SECOND_MOMENT = "second_moment"
 

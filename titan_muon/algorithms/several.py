@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..engine.layout.work import Work
+from ..engine.state.matrix_states import StateSpec
+from ..engine.step.algorithm import Algorithm, Group, PlanContext, Tensors
+from ..engine.step.muon import MuonAlgorithm
 from ..options import MuonOptions, OptionError
-from ..plan.terms.work import Work
-from ..state.matrix_states import StateSpec
-from ..step.algorithm import Algorithm, Group, PlanContext, Tensors
-from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..step.foreach import MomentumCall, UpdateCall
-    from ..step.views import Batch
+    from ..engine.step.foreach import MomentumCall, UpdateCall
+    from ..engine.step.views import Batch
 
 
 class Several(MuonAlgorithm):

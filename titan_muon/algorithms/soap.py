@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from ..engine.layout.work import Work
+from ..engine.state.matrix_states import StateSpec
+from ..engine.step.algorithm import Group, PlanContext, Tensors
+from ..engine.step.muon import MuonAlgorithm
+from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from ..plan.terms.work import Work
-from ..state.matrix_states import StateSpec
-from ..step.algorithm import Group, PlanContext, Tensors
-from ..tensors.storage import STEP
-from .muon import MuonAlgorithm
 
 if TYPE_CHECKING:
-    from ..step.foreach import MomentumCall, UpdateCall
-    from ..step.views import Batch
+    from ..engine.step.foreach import MomentumCall, UpdateCall
+    from ..engine.step.views import Batch
 
 SIDES = "rows", "cols"
 FIRST_MOMENT, SECOND_MOMENT, STEPS = "soap_first_moment", "soap_second_moment", "soap_steps"

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import registry
-from ..options import EXPERT, OptionError
-from ..state.converted import hyperparameters_of
-from ..tensors.names import listed
-from ..tensors.warning import warn
+from ..engine.state.groups import rows_of
+from ..engine.tensors.names import listed
+from ..engine.tensors.warning import warn
+from ..options import EXPERT, HYPERPARAMETERS, MuonOptions, OptionError, check
 from .groups import ParamGroup, frozen_in, named_parameters_of
 from .optimizer_set import OptimizerSet, build_optimizer
 from .rules import Assignment
@@ -35,6 +35,8 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = MappingProxyType(
     }
 )
 """Defaults by the key that marks a group's algorithm, and the algorithm."""
+ADJUST_LR = MappingProxyType({"spectral_norm": "spectral_unclamped", "rms_norm": "match_rms_adamw"})
+"""`adjust_lr_fn` by dion's `adjust_lr`."""
 TAKEN = frozenset(
     {
         *("params", "param_names", "names", "use_muon", "algorithm", "flatten", "step", "initial_lr"),
@@ -120,6 +122,23 @@ def _options(values: Mapping[str, Any], optimizer: str, index: int) -> dict[str,
     betas = values["betas"] if "beta1" not in values else (values["beta1"], values["beta2"])
     eps = values.get("epsilon", values.get("eps"))
     return {"lr": values["lr"], "weight_decay": values["weight_decay"], "betas": tuple(betas), "eps": eps}
+
+
+def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """From a group of another optimizer. Muon's own names win."""
+    values = {name: getattr(MuonOptions, name) for name in HYPERPARAMETERS}
+    values["adjust_lr_fn"] = "original"
+    spellings = {"momentum": group.get("mu"), "eps": group.get("epsilon")}
+    values |= {key: value for key, value in spellings.items() if value is not None}
+    if "adjust_lr" in group and "adjust_lr_fn" not in group:
+        if (adjust_lr := group["adjust_lr"]) not in ADJUST_LR:
+            problem = f"= {adjust_lr!r} has no adjust_lr_fn here; pass adjust_lr_fn=... to converted"
+            raise OptionError("adjust_lr", problem)
+        values["adjust_lr_fn"] = ADJUST_LR[adjust_lr]
+    values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
+    values["ns_coefficients"] = rows_of(values["ns_coefficients"])
+    check(MuonOptions, values)
+    return values
 
 
 def _tensors(params: Any) -> list[Tensor]:

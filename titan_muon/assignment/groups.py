@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import options, registry
-from ..adam import AdamW
+from ..adamw import AdamW
+from ..engine.tensors.names import canonical_fqn, listed
+from ..engine.tensors.warning import warn
 from ..muon import Muon
 from ..options import OptionError, Rule
-from ..tensors.names import canonical_fqn, listed
-from ..tensors.warning import warn
 from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, assign_parameters
 
@@ -91,7 +91,7 @@ def parameter_groups(
 ) -> dict[str, list[dict[str, Any]]]:
     """Parameter groups by optimizer, for separate optimizers in place of a `Hybrid`.
 
-    `Muon(groups["muon"])` and `titan_muon.adam.AdamW(groups["adamw"])` take steps as `Hybrid(model)`, and exchange
+    `Muon(groups["muon"])` and `titan_muon.adamw.AdamW(groups["adamw"])` take steps as `Hybrid(model)`, and exchange
     checkpoints with a `Hybrid` and with recipes by torch.distributed.checkpoint. Weights with known fused layouts have
     an `Assignment.split`: pass `Muon` the splits, as the warning says.
 

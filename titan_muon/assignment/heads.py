@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.tensors.names import canonical_fqn
 from ..options import Split
-from ..tensors.names import canonical_fqn
 from .fused import class_names
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")

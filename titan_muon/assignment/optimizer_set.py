@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..engine.tensors.matrices import check_splits, has_matrices, split_hint
 from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Rule, Split
-from ..tensors.matrices import check_splits, has_matrices, split_hint
 from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
 from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, splits_with

@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from ..engine.tensors.names import canonical_fqn
 from ..options import Split
-from ..tensors.names import canonical_fqn
 from .fused import class_names, fused_split
 
 Role = Literal[

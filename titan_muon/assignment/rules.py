@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from ..engine.tensors.matrices import split_of
+from ..engine.tensors.names import LOOKED_UP
 from ..options import OptionError, Rule, Split
-from ..tensors.matrices import split_of
-from ..tensors.names import LOOKED_UP
 from .roles import ParameterInfo, Role
 
 IS_MUON = "is_muon"

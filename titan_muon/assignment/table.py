@@ -10,12 +10,12 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..engine.layout.types import MatrixStack, Plan
+from ..engine.tensors.matrices import doubts_about, matrix_shapes, stack_of
+from ..engine.tensors.names import families, family, listed
 from ..options import Split
 from ..owned import is_owned
 from ..owned.param import holders
-from ..plan.terms.types import MatrixStack, Plan
-from ..tensors.matrices import doubts_about, matrix_shapes, stack_of
-from ..tensors.names import families, family, listed
 from .groups import ParamGroup
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 

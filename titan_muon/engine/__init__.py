@@ -1,1 +1,1 @@
-"""The engine: it runs any plan."""
+"""The engine: it runs any plan. Read engine.py, then step/step.py."""

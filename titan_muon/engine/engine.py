@@ -14,35 +14,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..algorithms.muon import highest_rate
-from ..comm.agreement import Agreement, PlanReport, digest_of
-from ..comm.buffers import Buffers, fragmentation, wire_dtypes
-from ..comm.clip import Scaling
-from ..comm.exchange import Collectives, Exchange
-from ..comm.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
-from ..comm.report import FaultReport, Reported
 from ..options import HYPERPARAMETERS, SHARED, MuonOptions
-from ..orthogonalize import Dispatch
-from ..plan.planning import Planner, PlanRequest
-from ..plan.program import collective_ranks, make_program, replicated_plain
-from ..plan.terms.layout import Geometries
-from ..plan.terms.pieces import components
-from ..plan.terms.types import Layout, Plan
-from ..plan.terms.work import ElementKind, Elements
-from ..state.groups import iteration_changed, iteration_of
-from ..state.holder_states import kept_by
-from ..state.matrix_states import MatrixStates
-from ..step.algorithm import Algorithm, PlanContext, work_of
-from ..step.feature import FeaturesOf, LateUpdates, StepParts, check_plan
-from ..step.gradients import StepGradients, checked_inputs, compared
-from ..step.rank import Rank, methods_of
-from ..step.step import trace_range
-from ..tensors.device import is_host, on_device
-from ..tensors.dtensor import mesh_axes, storage_device
-from ..tensors.matrices import planned
-from ..tensors.names import listed
-from ..tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
-from ..tensors.warning import warn
+from .exchange.agreement import Agreement, PlanReport, digest_of
+from .exchange.buffers import Buffers, fragmentation, wire_dtypes
+from .exchange.exchange import Collectives, Exchange
+from .faults.clip import Scaling
+from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
+from .faults.report import FaultReport, Reported
+from .layout.intervals import Geometries
+from .layout.pieces import components
+from .layout.types import Layout, Plan
+from .layout.work import ElementKind, Elements
+from .orthogonalize import Dispatch
+from .planning import Planner, PlanRequest
+from .program.program import collective_ranks, make_program, replicated_plain
+from .state.groups import iteration_changed, iteration_of
+from .state.holder_states import kept_by
+from .state.matrix_states import MatrixStates
+from .step.algorithm import Algorithm, PlanContext, work_of
+from .step.feature import FeaturesOf, LateUpdates, StepParts, check_plan
+from .step.gradients import StepGradients, checked_inputs, compared
+from .step.muon import highest_rate
+from .step.rank import Rank, methods_of
+from .step.step import trace_range
+from .tensors.device import is_host, on_device
+from .tensors.dtensor import mesh_axes, storage_device
+from .tensors.matrices import planned
+from .tensors.names import listed
+from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
+from .tensors.warning import warn
 
 # --- from tensors to a plan ---
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from ..engine.step.algorithm import Algorithm
+from ..engine.step.feature import Feature
 from ..options import MuonOptions
-from ..step.algorithm import Algorithm
-from ..step.feature import Feature
 
 
 class Entry(NamedTuple):
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 FEATURES: Sequence[Entry] = (
     Entry(".offload", "OffloadFeature", lambda options, algorithm: options.offload != "none"),
-    Entry("..algorithms.fused", "FusedFeature", lambda options, algorithm: bool(options.fused)),
+    Entry("..kernels.fused", "FusedFeature", lambda options, algorithm: bool(options.fused)),
     Entry(".weight_norms", "WeightNormsFeature", lambda options, algorithm: algorithm.sums_norms),
     Entry(".mask", "IdleFeature", lambda options, algorithm: options.idle == "hold"),
     # The outermost decorator, because restored numbers would not fit restored scales.

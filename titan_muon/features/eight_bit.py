@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..engine.layout.types import Parameter
+from ..engine.step.algorithm import Algorithm, Decorated, PlanContext, Tensors
+from ..engine.step.feature import Feature, StepParts
+from ..engine.step.foreach import MomentumCall
+from ..engine.step.rank import Rank
+from ..engine.tensors.draws import hash_counts
+from ..engine.tensors.dtensor import copy_rows, from_local, local, storage_device
+from ..engine.tensors.storage import STEP
 from ..options import OptionError
-from ..plan.terms.types import Parameter
-from ..step.algorithm import Algorithm, Decorated, PlanContext, Tensors
-from ..step.feature import Feature, StepParts
-from ..step.foreach import MomentumCall
-from ..step.rank import Rank
-from ..tensors.draws import hash_counts
-from ..tensors.dtensor import copy_rows, from_local, local, storage_device
-from ..tensors.storage import STEP
 
 SCALES = "momentum_scale"
 BLOCK = 64

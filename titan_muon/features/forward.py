@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.step.feature import Feature
+from ..engine.step.foreach import without_parameters
+from ..engine.step.gradients import StepGradients
+from ..engine.step.rank import Rank
+from ..engine.step.step import Bucket, MuonStep
+from ..engine.step.views import BucketViews
 from ..options import OptionError
-from ..step.feature import Feature
-from ..step.foreach import without_parameters
-from ..step.gradients import StepGradients
-from ..step.rank import Rank
-from ..step.step import Bucket, MuonStep
-from ..step.views import BucketViews
 
 
 @dataclass(frozen=True, eq=False)

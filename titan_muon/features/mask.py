@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.faults import norm_dtype
-from ..orthogonalize import NO_UPDATE
-from ..plan.terms.layout import spans
-from ..plan.terms.types import Plan
-from ..step.feature import Feature, StepParts
-from ..step.foreach import Rectangle, rectangle_of
-from ..step.gradients import StepGradients
-from ..step.rank import Rank
-from ..step.step import UpdateMask
-from ..step.views import Batch, BucketViews
-from ..tensors.device import is_host, may_be_true
-from ..tensors.names import listed
-from ..tensors.warning import warn
+from ..engine.faults.faults import norm_dtype
+from ..engine.layout.intervals import spans
+from ..engine.layout.types import Plan
+from ..engine.orthogonalize import NO_UPDATE
+from ..engine.step.feature import Feature, StepParts
+from ..engine.step.foreach import Rectangle, rectangle_of
+from ..engine.step.gradients import StepGradients
+from ..engine.step.rank import Rank
+from ..engine.step.step import UpdateMask
+from ..engine.step.views import Batch, BucketViews
+from ..engine.tensors.device import is_host, may_be_true
+from ..engine.tensors.names import listed
+from ..engine.tensors.warning import warn
 
 ZERO, GRADIENT = 1, 2
 """Codes of a matrix. A matrix without a holder among the ranks has code 0."""

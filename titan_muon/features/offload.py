@@ -21,16 +21,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.buffers import StepMemory
+from ..engine.exchange.buffers import StepMemory
+from ..engine.program.phases import Act
+from ..engine.step.algorithm import PlanContext
+from ..engine.step.feature import Feature, StepParts
+from ..engine.step.foreach import MomentumCall, Rectangle, UpdateCall, carved, slot_bytes
+from ..engine.step.gradients import StepGradients
+from ..engine.step.rank import Rank
+from ..engine.step.step import Fetch
+from ..engine.step.views import BucketViews
 from ..options import Offload, OptionError
-from ..plan.exchange.phases import Act
-from ..step.algorithm import PlanContext
-from ..step.feature import Feature, StepParts
-from ..step.foreach import MomentumCall, Rectangle, UpdateCall, carved, slot_bytes
-from ..step.gradients import StepGradients
-from ..step.rank import Rank
-from ..step.step import Fetch
-from ..step.views import BucketViews
 
 TRANSFERS_AT_ONCE = 2
 """One transfer is in use while the next arrives or the last leaves."""

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.exchange import wait_all
-from ..comm.faults import Fault
+from ..engine.exchange.exchange import wait_all
+from ..engine.faults.faults import Fault
+from ..engine.layout.intervals import Geometries, spans
+from ..engine.step.algorithm import WEIGHT_NORM, Algorithm, Decorated, PlanContext
+from ..engine.step.feature import Feature, StepParts
+from ..engine.step.foreach import rectangle_of
+from ..engine.step.gradients import StepGradients
+from ..engine.step.rank import Rank
+from ..engine.step.views import Batch
 from ..options import OptionError
-from ..plan.terms.layout import Geometries, spans
-from ..step.algorithm import WEIGHT_NORM, Algorithm, Decorated, PlanContext
-from ..step.feature import Feature, StepParts
-from ..step.foreach import rectangle_of
-from ..step.gradients import StepGradients
-from ..step.rank import Rank
-from ..step.views import Batch
 
 
 class WeightNorms(Decorated):

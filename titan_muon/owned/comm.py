@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.exchange import Traffic
-from ..tensors.device import current_device
+from ..engine.exchange.exchange import Traffic
+from ..engine.tensors.device import current_device
 from . import private
 
 HIGH_PRIORITY = -1

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..engine.layout.work import standard_flops
+from ..engine.tensors.dtensor import layer_of
+from ..engine.tensors.matrices import split_of, stack_of
+from ..engine.tensors.names import unwrapped
 from ..options import OptionError, Owner, PlacementRule, Split, check
-from ..plan.search.ownership import OwnedItem, Ownership, assign_owners, load_lines
-from ..plan.terms.work import standard_flops
+from ..planner.ownership import OwnedItem, Ownership, assign_owners, load_lines
 from ..removed import refusing_removed
-from ..tensors.dtensor import layer_of
-from ..tensors.matrices import split_of, stack_of
-from ..tensors.names import unwrapped
 from .comm import OwnerComm
 from .hooks import HookContext
 from .param import OriginalPlacement, ParamModuleInfo, is_owned, owner_mesh

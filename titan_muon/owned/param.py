@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..plan.terms.layout import chunk, region
-from ..tensors.dtensor import from_local, layout_of, layout_on, local
+from ..engine.layout.intervals import chunk, region
+from ..engine.tensors.dtensor import from_local, layout_of, layout_on, local
 from . import private
 from .private import OwnerMesh, joint_mesh
 

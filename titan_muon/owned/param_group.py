@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..tensors.dtensor import local
+from ..engine.tensors.dtensor import local
 from . import private
 from .comm import OwnerComm
 from .param import OwnedParam, OwnedPart

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..tensors.process_groups import MeshWithoutGroups
+from ..engine.tensors.process_groups import MeshWithoutGroups
 
 
 class OwnerMesh(MeshWithoutGroups):

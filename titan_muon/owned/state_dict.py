@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..plan.terms.layout import chunk
-from ..tensors.dtensor import held_indices, local
-from ..tensors.process_groups import refuse_reads_outside
+from ..engine.layout.intervals import chunk
+from ..engine.tensors.dtensor import held_indices, local
+from ..engine.tensors.process_groups import refuse_reads_outside
 from .param import OriginalPlacement, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh

@@ -17,9 +17,9 @@ from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, named, parameters, placed, set_gradients
 from tests.shared import message
 from titan_muon import Expert, Muon
-from titan_muon.comm.agreement import PlanReport, check_reports
 from titan_muon.engine.engine import report_of
-from titan_muon.plan.terms.layout import Geometries
+from titan_muon.engine.exchange.agreement import PlanReport, check_reports
+from titan_muon.engine.layout.intervals import Geometries
 
 
 def some_without_matrices(rank: int, world_size: int) -> int:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.dist.harness import run_ranks
 from tests.shared import message
 from titan_muon import Muon
-from titan_muon.comm.clip import GradientClip, clip_grad_norm_
+from titan_muon.engine.faults.clip import GradientClip, clip_grad_norm_
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
 

@@ -14,8 +14,8 @@ from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.shared import local, message
 from titan_muon import Hybrid
-from titan_muon.comm import replicas
-from titan_muon.comm.equality import tensors_of
+from titan_muon.engine.faults import replicas
+from titan_muon.engine.faults.equality import tensors_of
 
 
 class Model(nn.Module):

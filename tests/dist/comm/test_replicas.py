@@ -17,7 +17,7 @@ from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon
 from tests.shared import drawn, message, muon_keywords
 from titan_muon import Muon
-from titan_muon.plan.search.summary import summarize
+from titan_muon.planner.summary import summarize
 
 BF16 = 2
 SHAPE = (16, 24)

@@ -20,10 +20,10 @@ from benchmarks.memory_use import allocated
 from tests.dist.harness import run_ranks
 from tests.shared import muon_keywords
 from titan_muon import Muon
-from titan_muon.plan.program import BucketProgram, make_program
-from titan_muon.plan.search.summary import summarize
-from titan_muon.plan.terms.types import Plan
-from titan_muon.step.views import Batch
+from titan_muon.engine.layout.types import Plan
+from titan_muon.engine.program.program import BucketProgram, make_program
+from titan_muon.engine.step.views import Batch
+from titan_muon.planner.summary import summarize
 
 BF16, FP32 = 2, 4
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")

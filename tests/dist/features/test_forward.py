@@ -22,7 +22,7 @@ from tests.dist.harness import run_ranks
 from tests.parity.table import SLOW
 from tests.shared import muon_keywords
 from titan_muon import Muon, apply_in_forward, muon
-from titan_muon.fsdp.forward_hooks import forward_updates
+from titan_muon.plugins.forward_hooks import forward_updates
 
 FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
 STEPS = 3

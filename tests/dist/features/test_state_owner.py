@@ -16,7 +16,7 @@ from tests.parity.training import Training
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, own
 from titan_muon.options import OptionError
-from titan_muon.plan.search.summary import summarize
+from titan_muon.planner.summary import summarize
 
 SHAPES = ("wide", "tall", "experts")
 

@@ -25,10 +25,10 @@ LAYOUTS = {
 
 
 def train(recipe: object) -> str:
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     compat.install()
-    from titan_muon.titan.run import job
+    from titan_muon.trainer.run import job
 
     return job.train(recipe)
 

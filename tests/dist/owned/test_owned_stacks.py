@@ -16,9 +16,9 @@ from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import summed_plainly
 from tests.dist.harness import run_ranks
 from titan_muon import Expert, Muon, Owners, own
+from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.options import PlacementRule, Split
 from titan_muon.owned.param import held_elements, holders
-from titan_muon.tensors.process_groups import fake_world
 
 DIM, HIDDEN, LAYERS = 32, 96, 4
 

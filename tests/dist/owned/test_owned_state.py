@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
 from titan_muon import Expert, Muon, Owners, own
+from titan_muon.engine.layout.work import standard_flops
+from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
-from titan_muon.plan.terms.work import standard_flops
-from titan_muon.tensors.process_groups import fake_world
 
 LAYOUTS = {
     "owned": Setup("owned"),

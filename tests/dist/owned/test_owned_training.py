@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
 from titan_muon import Owners, own
+from titan_muon.engine.tensors.dtensor import local
 from titan_muon.owned import is_owned
-from titan_muon.tensors.dtensor import local
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

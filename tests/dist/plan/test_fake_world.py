@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.unit.step.test_executor import Operators
 from titan_muon import Expert, Muon
-from titan_muon.comm.report import FaultReport
-from titan_muon.plan.program import BucketProgram, make_program
-from titan_muon.plan.search.summary import summarize
-from titan_muon.tensors.process_groups import fake_world
+from titan_muon.engine.faults.report import FaultReport
+from titan_muon.engine.program.program import BucketProgram, make_program
+from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.planner.summary import summarize
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 

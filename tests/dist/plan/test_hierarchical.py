@@ -12,7 +12,7 @@ from tests.dist.harness import run_ranks
 from tests.machines import machine_file
 from tests.shared import drawn
 from titan_muon import Expert, Muon
-from titan_muon.plan.search.summary import summarize
+from titan_muon.planner.summary import summarize
 
 SHAPES = {"wide": (8, 24), "tall": (21, 10), "short": (3, 16), "experts": (6, 8, 12), "last": (16, 8)}
 # Traffic between replicas takes no time.

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.dist.harness import run_ranks
-from titan_muon.plan.terms.layout import region
-from titan_muon.tensors.dtensor import layout_of
+from titan_muon.engine.layout.intervals import region
+from titan_muon.engine.tensors.dtensor import layout_of
 
 CASES = 60
 LARGEST = {1: 30, 2: 20, 3: 9}

@@ -73,7 +73,7 @@ def sharded(kind: str, seed: int = 0) -> tuple[Decoder, Any]:
         return model, pair(model)
     if kind == "hybrid":
         return model, Hybrid(model, **OPTIONS)
-    from titan_muon.titan import HybridOptimizers
+    from titan_muon.trainer import HybridOptimizers
 
     tables = {
         "muon": {"lr": 0.02, "expert": Expert(orthogonalize="reference")},

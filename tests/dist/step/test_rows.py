@@ -10,9 +10,9 @@ from tests.dist.harness import run_ranks
 from tests.parity.layouts import LAYOUTS, placed
 from tests.shared import message, muon_keywords
 from titan_muon import Expert, Muon
-from titan_muon.adam import AdamW
+from titan_muon.adamw import AdamW
+from titan_muon.engine.tensors.dtensor import copy_rows, set_rows
 from titan_muon.options import Split
-from titan_muon.tensors.dtensor import copy_rows, set_rows
 
 HALVES = [Split(match="w", dims="(g f) d -> g | f d", lengths={"g": 2})]
 
@@ -104,7 +104,7 @@ def test_ragged_shards_of_whole_rows_train_as_one_process_and_other_parts_are_re
     assert torch.equal(torch.cat([rows for _, rows in results]), single.detach())
     for (unread, plain, elements), _ in results:
         assert "w: Muon cannot read a parameter placed as" in unread
-        assert "if its ranks store whole rows, call titan_muon.tensors.dtensor.set_rows" in unread
+        assert "if its ranks store whole rows, call titan_muon.engine.tensors.dtensor.set_rows" in unread
         assert "plain: a bucket of FlexShard stores a part of this parameter as a plain tensor" in plain
         assert elements.startswith("w: "), "flat elements are no rows"
 

@@ -6,7 +6,7 @@ from tests.dist.harness import run_ranks
 
 
 def exchanged(rank: int, world_size: int) -> list[list[list[float]]]:
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     compat.install()
     import spmd_types._dist as spmd_dist

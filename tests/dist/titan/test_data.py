@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from titan_muon.titan.data.loader import dataloader_config
-from titan_muon.titan.data.tokenizers import ByteTokenizer, tokenizer_config
-from titan_muon.titan.recipe.sections import Data
+from titan_muon.trainer.data.loader import dataloader_config
+from titan_muon.trainer.data.tokenizers import ByteTokenizer, tokenizer_config
+from titan_muon.trainer.recipe.sections import Data
 
 
 @pytest.fixture

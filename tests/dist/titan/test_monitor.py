@@ -23,7 +23,7 @@ SHORT = {
 
 def monitored(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     from titan_muon.owned import gather
-    from titan_muon.titan.monitor.monitor import Monitor
+    from titan_muon.trainer.monitor.monitor import Monitor
 
     measure, exact = Monitor.after_step, {}
 

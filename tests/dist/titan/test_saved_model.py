@@ -12,15 +12,15 @@ import torch
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_trainer_resume import train
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
-from titan_muon.titan.run import job  # noqa: E402
-from titan_muon.titan.run.runs import Run  # noqa: E402
-from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.titan.run_folder import RunFolder  # noqa: E402
+from titan_muon.trainer.run import job  # noqa: E402
+from titan_muon.trainer.run.runs import Run  # noqa: E402
+from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
+from titan_muon.trainer.run_folder import RunFolder  # noqa: E402
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -19,20 +19,20 @@ import torch.distributed as dist
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_trainer_resume import train
-from titan_muon.tensors.dtensor import local
-from titan_muon.titan.fault import RunFault
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.torchtitan import compat
+from titan_muon.engine.tensors.dtensor import local
+from titan_muon.trainer.fault import RunFault
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
-from titan_muon.titan.assign.container import HybridOptimizers  # noqa: E402
-from titan_muon.titan.checks import start  # noqa: E402
-from titan_muon.titan.data.loader import PackedDataLoader  # noqa: E402
-from titan_muon.titan.launch import watchdog  # noqa: E402
-from titan_muon.titan.run.metrics import RunMetrics  # noqa: E402
-from titan_muon.titan.run.trainer import MuonTrainer  # noqa: E402
-from titan_muon.titan.storage.checksums import SummingWriter  # noqa: E402
+from titan_muon.trainer.assign.container import HybridOptimizers  # noqa: E402
+from titan_muon.trainer.checks import start  # noqa: E402
+from titan_muon.trainer.data.loader import PackedDataLoader  # noqa: E402
+from titan_muon.trainer.launch import watchdog  # noqa: E402
+from titan_muon.trainer.run.metrics import RunMetrics  # noqa: E402
+from titan_muon.trainer.run.trainer import MuonTrainer  # noqa: E402
+from titan_muon.trainer.storage.checksums import SummingWriter  # noqa: E402
 
 SHORT = {
     "validator__enable": "false",
@@ -67,7 +67,7 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     facts = start.start_facts
 
     def other(recipe: Any) -> dict[str, str]:
-        changed = {"version of torch": "0.0", "source file titan_muon/titan/fault.py": "other"}
+        changed = {"version of torch": "0.0", "source file titan_muon/trainer/fault.py": "other"}
         return {**facts(recipe), **(changed if rank else {})}
 
     edited = folder / "edited"
@@ -77,7 +77,7 @@ def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         shown["text"] = outcome(folder, "text", data__files=f"{edited}/*.txt")
     else:
         shown["text"] = outcome(folder, "text")
-    with mock.patch("titan_muon.titan.run.job.start_facts", other):
+    with mock.patch("titan_muon.trainer.run.job.start_facts", other):
         return {**shown, "code": outcome(folder, "code")}
 
 
@@ -93,7 +93,7 @@ def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Pat
             assert "on rank 1" in text
         assert "RecipeError: ranks were started differently: digest of the text of data.files is " in shown["text"]
         assert "version of torch is " in shown["code"]
-        assert "source file titan_muon/titan/fault.py is " in shown["code"]
+        assert "source file titan_muon/trainer/fault.py is " in shown["code"]
     assert not list((tmp_path / "runs").rglob("recipe.toml"))
 
 
@@ -223,7 +223,7 @@ def with_unchanged_steps(folder: Path, rank: int, **values: object) -> tuple[str
         unchanged.append(all(torch.equal(*pair) for pair in zip(before, tensors(optimizers), strict=False)))
 
     # As on a GPU, where the host reads the norm after the step.
-    late = mock.patch("titan_muon.titan.checks.training.is_host", return_value=False)
+    late = mock.patch("titan_muon.trainer.checks.training.is_host", return_value=False)
     with late, patched(HybridOptimizers, "step", step)(rank):
         return outcome(folder, "kept", gradients(NOT_FINITE)(rank), **values), unchanged
 

@@ -12,7 +12,7 @@ def groups(rank: int, world_size: int, ends_alone: bool) -> Groups:
 
     from tests.unit.titan.assign.test_optimizers import Model, names
     from titan_muon.options import Rule
-    from titan_muon.titan.assign.container import HybridOptimizers
+    from titan_muon.trainer.assign.container import HybridOptimizers
 
     slow = Rule(match="layers.1.wq.*", optimizer="muon", options={"lr": 0.5})
     config = HybridOptimizers.Config(rules=(slow,), tables={"muon": {"lr": 1e-3}, "adamw": {"lr": 1e-3}})

@@ -12,7 +12,7 @@ import pytest
 
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_training_layouts import shrink_experts
-from titan_muon.titan.data import files
+from titan_muon.trainer.data import files
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan"
 SEQUENCES, STEPS, HALF = 4, 4, 2

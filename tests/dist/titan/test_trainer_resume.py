@@ -9,17 +9,17 @@ import pytest
 
 from tests import tiny
 from tests.dist.harness import run_ranks
+from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.muon import Muon
-from titan_muon.tensors.process_groups import forget_meshes
-from titan_muon.titan.recipe import RecipeError, load
-from titan_muon.titan.run_folder import Checksum
+from titan_muon.trainer.recipe import RecipeError, load
+from titan_muon.trainer.run_folder import Checksum
 
 
 def train(recipe: object) -> str:
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
 
     compat.install()
-    from titan_muon.titan.run import job
+    from titan_muon.trainer.run import job
 
     forget_meshes()
     return job.train(recipe)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import models
 from tests import tiny
 from tests.dist.harness import run_ranks
-from titan_muon.titan.recipe.toml import value_text
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.recipe.toml import value_text
+from titan_muon.trainer.torchtitan import compat
 
 STEPS, SEQUENCE, BATCH = 4, 256, 4
 # Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 for
@@ -112,8 +112,8 @@ def write_recipe(folder: Path, model: str, name: str, values: Mapping[str, objec
 def train(path: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a recipe's run on the available ranks."""
     compat.install()
-    from titan_muon.titan.recipe import load
-    from titan_muon.titan.run import job
+    from titan_muon.trainer.recipe import load
+    from titan_muon.trainer.run import job
 
     folder = Path(job.train(load(path, overrides)))
     # The reporting rank may not have written its last record yet.

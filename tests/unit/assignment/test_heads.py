@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_muon import Hybrid, head_splits
-from titan_muon.tensors.matrices import matrix_shapes, stack_of
+from titan_muon.engine.tensors.matrices import matrix_shapes, stack_of
 
 transformers = pytest.importorskip("transformers")
 

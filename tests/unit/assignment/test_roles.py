@@ -11,7 +11,7 @@ from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.assignment.table import doubts, split_lines
 from titan_muon.options import Split
-from titan_muon.titan.recipe.sections import Rule
+from titan_muon.trainer.recipe.sections import Rule
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -157,5 +157,5 @@ def test_a_step_without_options_runs_through_few_files_functions_and_classes() -
     build = re.search(r"build\(\): (\d+) files", shown)
     assert build is not None, shown
     assert int(build[1]) <= 47, shown
-    assert "  step/step.py MuonStep.bucket" in shown
-    assert "  build() plan/search/planner.py" in shown
+    assert "  engine/step/step.py MuonStep.bucket" in shown
+    assert "  build() planner/planner.py" in shown

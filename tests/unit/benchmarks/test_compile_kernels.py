@@ -20,7 +20,7 @@ needs_triton = pytest.mark.skipif(
 
 def case(capability: int, index: int = 0, **changed: object) -> "Case":
     from benchmarks.compile_kernels import ARCHITECTURES, Case
-    from titan_muon.orthogonalize.symmetric_kernel import TILES
+    from titan_muon.kernels.symmetric import TILES
 
     target = next(gpu for gpu in ARCHITECTURES if gpu.capability == capability)
     return replace(Case(target, "X Xᵀ", "float16", TILES[capability // 10][index]), **changed)
@@ -48,7 +48,7 @@ def test_a_tile_too_large_for_shared_memory_fails_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import compile_kernels
-    from titan_muon.orthogonalize.symmetric_kernel import Tile
+    from titan_muon.kernels.symmetric import Tile
 
     large = case(90, tile=Tile(wide=2, stages=6, tma=True))
     monkeypatch.setattr(compile_kernels, "cases", lambda: [large])
@@ -62,8 +62,8 @@ def test_a_tile_too_large_for_shared_memory_fails_the_table(
 @needs_triton
 def test_every_product_and_dtype_is_compiled_for_every_gpu() -> None:
     from benchmarks.compile_kernels import VARIANTS, cases
-    from titan_muon.orthogonalize.dispatch import HALVES
-    from titan_muon.orthogonalize.symmetric_kernel import TILES
+    from titan_muon.engine.orthogonalize.dispatch import HALVES
+    from titan_muon.kernels.symmetric import TILES
 
     compiled = list(cases())
     whole = {(case.target.capability, case.tile, case.variant, case.dtype) for case in compiled if not case.ragged}
@@ -77,7 +77,7 @@ def test_every_product_and_dtype_is_compiled_for_every_gpu() -> None:
 def test_a_gpu_uses_the_tile_with_the_earliest_end_of_its_or_the_oldest_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from titan_muon.orthogonalize.symmetric_kernel import TILES, fastest, tile_on
+    from titan_muon.kernels.symmetric import TILES, fastest, tile_on
 
     wide, narrow = TILES[9]
     tiles = {shape: fastest((wide, narrow), *shape) for shape in ((8192, 1, 132), (4096, 1, 132), (4096, 1, 148))}

@@ -14,9 +14,9 @@ from benchmarks.rehearsal.checks import MATRIX_PRODUCTS
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import Operations
 from titan_muon import Muon
-from titan_muon.adam import AdamW
+from titan_muon.adamw import AdamW
+from titan_muon.engine.tensors.dtensor import local
 from titan_muon.owned import own
-from titan_muon.tensors.dtensor import local
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"

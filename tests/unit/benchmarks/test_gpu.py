@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from benchmarks.gpu import ROOT, Rows, page, peers, read_rows
 from benchmarks.gpu.__main__ import CALLS, main
 from benchmarks.one_gpu.one_rank import attributed
-from titan_muon.tensors.process_groups import forget_meshes
+from titan_muon.engine.tensors.process_groups import forget_meshes
 
 CPU = torch.device("cpu")
 PARTS = {part.name: part for parts in CALLS.values() for part in parts}
@@ -220,7 +220,7 @@ def test_the_page_is_of_its_data_and_takes_measured_rows_alone(rows: Rows, tmp_p
 def test_every_training_is_a_valid_recipe(tmp_path: Path) -> None:
     import models  # noqa: F401 (registers the families)
     from benchmarks.gpu.__main__ import CORPUS, TINY, WAYS, recipe_of
-    from titan_muon.titan.recipe import load
+    from titan_muon.trainer.recipe import load
 
     assert glob(CORPUS, recursive=True)
     for way in WAYS:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.one_gpu import float16, links, newton_schulz, one_rank, worlds
+from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.options import Machine, OptionError
-from titan_muon.plan.terms.machine import machine_of
-from titan_muon.tensors.process_groups import forget_meshes
+from titan_muon.planner.machine import machine_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,8 +33,8 @@ def test_a_world_has_the_parameters_and_the_plan_of_its_recipe() -> None:
     assert json.loads(json.dumps(worlds.as_json(worlds.described(source)))) == kept, (
         "python -m benchmarks.one_gpu.worlds writes the file anew"
     )
-    from titan_muon.titan.dry_run.meta_model import build_meta_model
-    from titan_muon.titan.recipe import load
+    from titan_muon.trainer.dry_run.meta_model import build_meta_model
+    from titan_muon.trainer.recipe import load
 
     recipe = load(ROOT / f"configs/{source.recipe}_muon.toml", [*source.overrides, "--qk_clip.mode", "off"])
     plan = build_meta_model(recipe, source.world, "cuda").plan

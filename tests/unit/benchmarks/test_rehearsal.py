@@ -14,10 +14,10 @@ from benchmarks.rehearsal.checks import MATRIX_PRODUCTS, Expected, collective_fa
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 from benchmarks.rehearse import LAYOUTS, NOT_REHEARSED, REHEARSED, WORLDS, Case
 from tests.tiny import write_recipe
-from titan_muon.titan.model.parallelize import with_placement
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe.command_line import parse
-from titan_muon.titan.recipe.degrees import check_layout, has_torch_for
+from titan_muon.trainer.model.parallelize import with_placement
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe.command_line import parse
+from titan_muon.trainer.recipe.degrees import check_layout, has_torch_for
 
 ROOT = Path(__file__).parents[3]
 needs_cuda_build = pytest.mark.skipif(

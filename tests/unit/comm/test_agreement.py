@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_muon.comm import agreement
-from titan_muon.comm.agreement import Agreement, PlanReport
+from titan_muon.engine.exchange import agreement
+from titan_muon.engine.exchange.agreement import Agreement, PlanReport
 
 BACKENDS = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
 

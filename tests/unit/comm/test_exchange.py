@@ -11,14 +11,14 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.plans import mesh_of, mixed_work, parameter_of
-from titan_muon.comm.buffers import BufferSet
-from titan_muon.comm.exchange import Collectives, Exchange, wait_all
+from titan_muon.engine.exchange.buffers import BufferSet
+from titan_muon.engine.exchange.exchange import Collectives, Exchange, wait_all
+from titan_muon.engine.layout.types import Piece, Segment, Shard
+from titan_muon.engine.program.phases import Collective, gather_phase
+from titan_muon.engine.program.program import make_program
+from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.options import MuonOptions
-from titan_muon.plan.exchange.phases import Collective, gather_phase
-from titan_muon.plan.program import make_program
-from titan_muon.plan.search.planner import make_plan
-from titan_muon.plan.terms.types import Piece, Segment, Shard
-from titan_muon.tensors.process_groups import fake_world
+from titan_muon.planner.planner import make_plan
 
 __all__ = ["stream_order"]
 

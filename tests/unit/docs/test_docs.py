@@ -16,10 +16,10 @@ import titan_muon
 from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_study, make_zoo
 from tests.shared import muon_keywords
 from titan_muon import Muon, registry
-from titan_muon.comm.faults import REMEDIES
-from titan_muon.titan.recipe import constraints
-from titan_muon.titan.recipe.degrees import TORCH_NEEDS
-from titan_muon.titan.torchtitan import compat
+from titan_muon.engine.faults.faults import REMEDIES
+from titan_muon.trainer.recipe import constraints
+from titan_muon.trainer.recipe.degrees import TORCH_NEEDS
+from titan_muon.trainer.torchtitan import compat
 
 DOCS = Path(make_api.__file__).parent
 NUMBER = re.compile(r"-?\d+\.\d+")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from titan_muon.algorithms import fused
+from titan_muon.engine.tensors.storage import missing_streams
+from titan_muon.kernels import fused
 from titan_muon.options import MuonOptions
-from titan_muon.tensors.storage import missing_streams
-from titan_muon.titan import device
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer import device
+from titan_muon.trainer.torchtitan import compat
 
 ROOT = Path(__file__).parents[3]
 # By the name's start: the device type.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from docs import make_results
-from titan_muon.plan.terms.machine import ERROR, MACHINES
+from titan_muon.planner.machine import ERROR, MACHINES
 
 FOLDER = make_results.FOLDER
 GPU: dict[str, Any] = {

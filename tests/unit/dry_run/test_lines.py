@@ -3,10 +3,10 @@
 import re
 
 from tests.unit.plans import plan_of
-from titan_muon.dry_run.lines import plan_lines
-from titan_muon.plan.search.summary import summarize
-from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Replicate, Shard
-from titan_muon.tensors.matrices import stack_of
+from titan_muon.engine.layout.types import Layout, Mesh, Parameter, Replicate, Shard
+from titan_muon.engine.tensors.matrices import stack_of
+from titan_muon.forecast.lines import plan_lines
+from titan_muon.planner.summary import summarize
 
 
 def reason_of(replicas: int, shards: int, *, replicas_of: str) -> str:

@@ -11,8 +11,8 @@ from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
-from titan_muon.dry_run.memory import memory_per_rank
-from titan_muon.plan.search.summary import summarize
+from titan_muon.forecast.memory import memory_per_rank
+from titan_muon.planner.summary import summarize
 
 SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
 SQUARE = {"square": (400, 400), "tall": (512, 32), "experts": (3, 64, 32)}

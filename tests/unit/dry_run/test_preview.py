@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_muon import Hybrid, Owners, Rule, own, preview
-from titan_muon.tensors.process_groups import fake_world
+from titan_muon.engine.tensors.process_groups import fake_world
 
 WORLD = 8
 

@@ -20,14 +20,14 @@ from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon
-from titan_muon.algorithms import fused
-from titan_muon.algorithms.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
-from titan_muon.algorithms.muon import Tensors
-from titan_muon.comm.clip import Scaling
+from titan_muon.engine.faults.clip import Scaling
+from titan_muon.engine.step.muon import Tensors
+from titan_muon.engine.step.rank import Rank
+from titan_muon.engine.step.rounding import chunk_of, draw_key, memory_bytes, seed_of
+from titan_muon.kernels import fused
+from titan_muon.kernels.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
+from titan_muon.kernels.measured import Choices
 from titan_muon.options import MuonOptions
-from titan_muon.orthogonalize.measured import Choices
-from titan_muon.step.rank import Rank
-from titan_muon.step.rounding import chunk_of, draw_key, memory_bytes, seed_of
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1: make kernels")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
+from titan_muon.engine.step.foreach import MomentumCall, Rectangle
 from titan_muon.features.offload import HostOffload, rows_of
-from titan_muon.step.foreach import MomentumCall, Rectangle
 
 __all__ = ["stream_order"]
 

@@ -16,14 +16,14 @@ from tests.machines import rates
 from tests.shared import muon_keywords
 from tests.unit.plans import plan_of
 from titan_muon import Muon
+from titan_muon.engine.layout.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
+from titan_muon.engine.step.step import Bucket
+from titan_muon.engine.step.views import BucketViews
+from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.features.forward import ForwardUpdates
 from titan_muon.options import Overlap
 from titan_muon.owned.param import place_on_owners
-from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
-from titan_muon.step.step import Bucket
-from titan_muon.step.views import BucketViews
-from titan_muon.tensors.process_groups import fake_world
+from titan_muon.planner.timeline import timeline
 
 LAYERS = 8
 

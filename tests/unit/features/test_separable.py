@@ -1,6 +1,10 @@
 """A disabled feature is absent: no import of the file, and no call in a step."""
 
 import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +12,13 @@ import pytest
 import titan_muon
 from tests.dist.harness import run_program
 from tests.unit.features.test_fused import needs_interpreter
+from titan_muon import features
 
 PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
-    f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "overlap")
+    f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
-DECORATORS = ["algorithms.fused_kernels", "algorithms.fused"]
+DECORATORS = ["kernels.fused", "kernels.passes"]
 FILES = [*FEATURES, *DECORATORS]
 
 STEPS = """
@@ -60,7 +65,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
         pytest.param(
-            ("algorithms.fused", "algorithms.fused_kernels"),
+            ("kernels.fused", "kernels.passes"),
             "expert=Expert(fused=True)",
             "None",
             marks=needs_interpreter,
@@ -76,7 +81,7 @@ def test_a_step_with_a_feature_loads_only_the_files_of_this_feature(
 
 @pytest.mark.parametrize("choice", ["skip_step", "skip_missing", "hold", "int8", "forward"])
 def test_the_step_does_not_ask_for_the_option_of_a_feature(choice: str) -> None:
-    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "step").glob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "engine/step").glob("*.py")]
     values = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert choice not in values
 
@@ -90,3 +95,41 @@ def test_no_feature_imports_a_second_feature(name: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
     }
     assert imported.isdisjoint(FEATURES)
+
+
+TORCHS = """
+import torch
+import titan_muon
+from torch import nn
+from titan_muon import Expert, Muon
+
+assert titan_muon.__file__.startswith({folder!r}), titan_muon.__file__
+weights = [[nn.Parameter(torch.ones(16, 24)), nn.Parameter(torch.ones(24, 16))] for _ in range(2)]
+ours = Muon(zip("ab", weights[0]), adjust_lr_fn='original', weight_decay=0.1, expert=Expert(orthogonalize="reference"))
+theirs = torch.optim.Muon(weights[1])
+for step in range(3):
+    for a, b in zip(*weights):
+        a.grad = torch.randn(a.shape)
+        b.grad = a.grad.clone()
+    ours.step()
+    theirs.step()
+assert all(map(torch.equal, *weights))
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("entry", features.FEATURES, ids=lambda entry: entry.name)
+def test_a_package_without_a_feature_trains_with_torchs_bits(entry: features.Entry, tmp_path: Path) -> None:
+    """To delete a feature, delete its file and its line."""
+    copied = tmp_path / "titan_muon"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__", "trainer"))
+    listed = copied / "features/__init__.py"
+    text = listed.read_text()
+    kept = [line for line in text.splitlines(keepends=True) if f'"{entry.file}"' not in line]
+    assert len(kept) == text.count("\n") - 1
+    listed.write_text("".join(kept))
+    module = importlib.util.resolve_name(entry.file, "titan_muon.features")
+    (tmp_path / module.replace(".", "/")).with_suffix(".py").unlink()
+    code = TORCHS.format(folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["equal"], done.stderr

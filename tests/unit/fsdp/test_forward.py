@@ -13,11 +13,11 @@ from tests.parity.table import SLOW
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.features.test_overlap import LAYERS, planned
 from tests.unit.plan.test_timeline import four_rounds
-from titan_muon.fsdp.forward_hooks import forward_updates
-from titan_muon.fsdp.private import GatheredGroup
-from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.terms.machine import machine_of
-from titan_muon.tensors.process_groups import fake_world
+from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.features.private import GatheredGroup
+from titan_muon.planner.machine import machine_of
+from titan_muon.planner.timeline import timeline
+from titan_muon.plugins.forward_hooks import forward_updates
 
 __all__ = ["stream_order"]
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.stream_order import StreamOrder, stream_order
-from titan_muon.fsdp.private import own_groups, prefetched_groups
+from titan_muon.features.private import own_groups, prefetched_groups
 
 __all__ = ["stream_order"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_muon import transformers_qk_clip
-from titan_muon.qk_clip import QKClip
+from titan_muon.plugins.qk_clip import QKClip
 
 transformers = pytest.importorskip("transformers")
 HEADS, SIZE = 4, 8

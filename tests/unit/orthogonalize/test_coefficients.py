@@ -9,10 +9,10 @@ import torch
 from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
 from tests.unit.orthogonalize.test_newton_schulz import STEPS, after, drawn
 from titan_muon import Expert, Muon
+from titan_muon.engine.orthogonalize import COEFFICIENTS, DTYPES, Dispatch, coefficients, iterate, largest_value
+from titan_muon.engine.orthogonalize.coefficients import LARGEST, has_margin
+from titan_muon.engine.orthogonalize.newton_schulz import FLOAT16_NORM
 from titan_muon.options import OptionError
-from titan_muon.orthogonalize import COEFFICIENTS, DTYPES, Dispatch, coefficients, iterate, largest_value
-from titan_muon.orthogonalize.coefficients import LARGEST, has_margin
-from titan_muon.orthogonalize.newton_schulz import FLOAT16_NORM
 
 # As published, without a margin: each step ends where the next begins to diverge.
 PUBLISHED_CANS = (

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_muon.orthogonalize import (
+from titan_muon.engine.layout.work import CPU, CPU_FLOAT32
+from titan_muon.engine.orthogonalize import (
     COEFFICIENTS,
     Dispatch,
     Kernel,
@@ -17,8 +18,7 @@ from titan_muon.orthogonalize import (
     iteration,
     prepared,
 )
-from titan_muon.plan.terms.machine import MACHINES
-from titan_muon.plan.terms.work import CPU, CPU_FLOAT32
+from titan_muon.planner.machine import MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)
 SHAPES = [(4096, 4096), (1024, 4096), (12288, 4096), (768, 2048), (7168, 18432), (128, 4096)]

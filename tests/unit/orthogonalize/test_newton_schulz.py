@@ -15,8 +15,7 @@ from benchmarks.accuracy import relative_error, singular_band
 from benchmarks.memory_use import allocated
 from tests.reference_muon import newton_schulz
 from tests.unit.step.test_executor import Operators
-from titan_muon.options import Expert
-from titan_muon.orthogonalize import (
+from titan_muon.engine.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
     Dispatch,
@@ -28,9 +27,10 @@ from titan_muon.orthogonalize import (
     orthogonalize,
     zero_nonfinite_,
 )
-from titan_muon.orthogonalize.coefficients import Coefficients
-from titan_muon.orthogonalize.dispatch import restarts
-from titan_muon.orthogonalize.newton_schulz import normalized, start_norm
+from titan_muon.engine.orthogonalize.coefficients import Coefficients
+from titan_muon.engine.orthogonalize.dispatch import restarts
+from titan_muon.engine.orthogonalize.newton_schulz import normalized, start_norm
+from titan_muon.options import Expert
 
 STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()}
 JORDAN = iteration("keller_jordan", 5, 1e-7)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_muon.orthogonalize.measured import MEASURED, Choices, choices_of, kernels_for, measured_choices
+from titan_muon.kernels.measured import MEASURED, Choices, choices_of, kernels_for, measured_choices
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
@@ -21,9 +21,9 @@ needs_triton = pytest.mark.skipif(
 PROGRAM = """
 import json, torch
 from benchmarks.accuracy import relative_error
-from titan_muon.orthogonalize import coefficients, iterate
-from titan_muon.orthogonalize.newton_schulz import product_of
-from titan_muon.orthogonalize.symmetric_kernel import Tile, symmetric_product
+from titan_muon.engine.orthogonalize import coefficients, iterate
+from titan_muon.kernels.measured import product_of
+from titan_muon.kernels.symmetric import Tile, symmetric_product
 
 TILES = {
     "pointers": Tile(side=32, depth=32),
@@ -129,10 +129,11 @@ def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
     file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "fused": True}}))
     choices = choices_of("GPU X", file)
     assert (choices.fused, choices.float16) == (True, True)
-    monkeypatch.setattr("titan_muon.orthogonalize.measured.installed", lambda: ["triton"])
-    monkeypatch.setattr("titan_muon.orthogonalize.measured.measured_choices", lambda device: choices)
+    monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
+    monkeypatch.setattr("titan_muon.kernels.measured.product_of", lambda name: None)
+    monkeypatch.setattr("titan_muon.kernels.measured.measured_choices", lambda device: choices)
     assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain", "triton"]
-    monkeypatch.setattr("titan_muon.orthogonalize.measured.installed", list)
+    monkeypatch.setattr("titan_muon.kernels.measured.installed", list)
     assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain"]
     assert choices_of("GPU Y", file) == Choices()
 

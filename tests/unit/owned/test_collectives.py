@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import BLOCKS, Net, Setup, data_mesh, loss_of, make, matrices
 from titan_muon import Owners, own
+from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.owned import is_owned, private
-from titan_muon.tensors.process_groups import fake_world
 
 OWNERS = 6
 """Of the six matrices of a layer, when there are as many ranks."""

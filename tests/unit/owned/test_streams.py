@@ -14,8 +14,8 @@ from tests.dist.owned.test_owned_stacks import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.owned.test_collectives import owned_model
 from titan_muon import Owners, own
+from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.owned import private
-from titan_muon.tensors.process_groups import fake_world
 
 __all__ = ["stream_order"]
 

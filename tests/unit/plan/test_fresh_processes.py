@@ -47,8 +47,8 @@ def text_of(seed: int) -> str:
     from tests.shared import muon_keywords
     from titan_muon import Muon
     from titan_muon.engine.engine import checked_plan, report_of
-    from titan_muon.engine.selection import select
-    from titan_muon.tensors.storage import trained_params
+    from titan_muon.engine.tensors.storage import trained_params
+    from titan_muon.selection import select
 
     draw = random.Random(seed)
     # In every fourth step, kinds of parameters have equal traffic: 32 + 84 = 30 + 86 bytes of an element.
@@ -87,7 +87,7 @@ def main(number: int, plans: int) -> None:
     modules = [
         "torch.distributed.tensor",
         "titan_muon.algorithms.soap",
-        "titan_muon.plan.search.planner",
+        "titan_muon.planner.planner",
         "titan_muon.hybrid",
     ]
     draw.shuffle(modules)
@@ -98,7 +98,7 @@ def main(number: int, plans: int) -> None:
         del kept[::2]
     import warnings
 
-    from titan_muon.tensors.process_groups import fake_world
+    from titan_muon.engine.tensors.process_groups import fake_world
 
     warnings.simplefilter("ignore")
     with fake_world(8):

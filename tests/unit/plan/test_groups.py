@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of
-from titan_muon.plan.terms.layout import Geometry
-from titan_muon.plan.terms.pieces import Assembly, assemblies
-from titan_muon.plan.terms.types import (
+from titan_muon.engine.layout.intervals import Geometry
+from titan_muon.engine.layout.pieces import Assembly, assemblies
+from titan_muon.engine.layout.types import (
     Interval,
     Layout,
     MatrixRows,

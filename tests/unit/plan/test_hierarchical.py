@@ -6,12 +6,12 @@ import pytest
 
 from tests.machines import rates
 from tests.unit.plans import mesh_of, parameter_of, plan_of, ranks_of
-from titan_muon.plan.cost.walk import PlanCost
-from titan_muon.plan.program import collective_ranks, make_program
-from titan_muon.plan.search.summary import summarize
-from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.machine import MachineRates
-from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Shard
+from titan_muon.engine.layout.intervals import Geometries
+from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Shard
+from titan_muon.engine.program.program import collective_ranks, make_program
+from titan_muon.planner.machine import MachineRates
+from titan_muon.planner.summary import summarize
+from titan_muon.planner.walk import PlanCost
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = rates(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)

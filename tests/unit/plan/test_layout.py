@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
-from titan_muon.plan.terms.layout import Geometry, chunk, region, spans
-from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Shard, StridedShard
+from titan_muon.engine.layout.intervals import Geometry, chunk, region, spans
+from titan_muon.engine.layout.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Shard, StridedShard
 
 LARGEST = {1: 30, 2: 30, 3: 12, 4: 6}
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plans import examples, mesh_of, parameter_of, plan_of
+from titan_muon.engine.layout.types import Mesh, Shard
+from titan_muon.engine.layout.work import Work
+from titan_muon.engine.planning import OwnerOf, Task
 from titan_muon.options import MuonOptions
-from titan_muon.plan.planning import OwnerOf, Task
-from titan_muon.plan.search.owners import BYTES_OVER_MEAN, STRATEGIES, Assign, balanced
-from titan_muon.plan.search.planner import make_plan
-from titan_muon.plan.terms.types import Mesh, Shard
-from titan_muon.plan.terms.work import Work
+from titan_muon.planner.owners import BYTES_OVER_MEAN, STRATEGIES, Assign, balanced
+from titan_muon.planner.planner import make_plan
 
 GROUP = ((0, 1, 2, 3),)
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plans import examples
-from titan_muon.plan.search.ownership import OwnedItem, OwnedTotals, Ownership, assign_owners, load_lines
-from titan_muon.plan.terms.work import standard_flops
+from titan_muon.engine.layout.work import standard_flops
+from titan_muon.planner.ownership import OwnedItem, OwnedTotals, Ownership, assign_owners, load_lines
 
 LLAMA_8B = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)} | {
     "w1": (14336, 4096),

@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
+from titan_muon.engine.layout.intervals import Geometries
+from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.types import Mesh, Replicate, Shard
+from titan_muon.engine.layout.work import ElementKind, Elements, Traffic
+from titan_muon.engine.program.patterns import PATTERNS
+from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
-from titan_muon.plan.cost import passes
-from titan_muon.plan.exchange.patterns import PATTERNS
-from titan_muon.plan.program import make_program
-from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.types import Mesh, Replicate, Shard
-from titan_muon.plan.terms.work import ElementKind, Elements, Traffic
+from titan_muon.planner import passes
 
 SIDE = 256
 WRITES_ALONE = ("copy_", "_foreach_copy_", "fill_", "zero_")

@@ -25,11 +25,11 @@ from tests.unit.plans import (
     recut,
     torch_local,
 )
-from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
-from titan_muon.plan.exchange.phases import Act
-from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
-from titan_muon.plan.terms.layout import Geometries, Span, spans
-from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
+from titan_muon.engine.exchange.buffers import BufferSet, bucket_buffers, make_buffer_sets
+from titan_muon.engine.layout.intervals import Geometries, Span, spans
+from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
+from titan_muon.engine.program.phases import Act
+from titan_muon.engine.program.program import BucketProgram, Collective, Phase, make_program
 
 GATHER, RETURN, SPREAD = "gather", "return", "spread"
 SEPARATE = 10**6

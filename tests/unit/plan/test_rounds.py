@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import examples, plan_of, plans
+from titan_muon.engine.layout.intervals import Geometries
+from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.types import Bucket, Plan
+from titan_muon.engine.planning import Task
+from titan_muon.engine.program.phases import EARLY, ordered_rounds, prefetch
 from titan_muon.options import Overlap
-from titan_muon.plan.exchange.phases import EARLY, ordered_rounds, prefetch
-from titan_muon.plan.planning import Task
-from titan_muon.plan.search.search import in_model_order, rounds
-from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.types import Bucket, Plan
+from titan_muon.planner.search import in_model_order, rounds
 
 
 @st.composite

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.unit.plan.test_groups import check_assemblies
 from tests.unit.plan.test_layout import check_pieces
 from tests.unit.plans import examples
-from titan_muon.plan.terms.layout import Geometry, check_rows
-from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Replicate, Shard
+from titan_muon.engine.layout.intervals import Geometry, check_rows
+from titan_muon.engine.layout.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Replicate, Shard
 
 MESHES = ((1,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
 

@@ -10,12 +10,12 @@ import torch
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, work
 from titan_muon import Expert, Muon
-from titan_muon.engine.selection import select
+from titan_muon.engine.layout.types import Mesh, Parameter, Placement, Plan, Replicate, Shard
+from titan_muon.engine.layout.work import Elements
+from titan_muon.engine.planning import PlanRequest
+from titan_muon.engine.rule import MOST_ROUNDS, ROUND_BYTES, plan_by_rule
 from titan_muon.options import Machine, MuonOptions, OptionError
-from titan_muon.plan.planning import PlanRequest
-from titan_muon.plan.rule import MOST_ROUNDS, ROUND_BYTES, plan_by_rule
-from titan_muon.plan.terms.types import Mesh, Parameter, Placement, Plan, Replicate, Shard
-from titan_muon.plan.terms.work import Elements
+from titan_muon.selection import select
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
@@ -107,8 +107,11 @@ params[0][1].grad = torch.randn(32, 48)
 optimizer.step()
 print(sorted(name for name in sys.modules if name.startswith({planner!r})))
 """
-PLANNER = tuple(f"titan_muon.plan.{name}" for name in ("planner", "summary", "cost.", "search.", "terms.machine"))
-OTHERS = tuple(f"titan_muon.{name}" for name in ("features", "fsdp", "dry_run", "owned.", "titan", "algorithms.fused"))
+PLANNER = ("titan_muon.planner",)
+OTHERS = tuple(
+    f"titan_muon.{name}"
+    for name in ("features", "kernels", "forecast", "plugins", "owned", "trainer", "audit", "assignment")
+)
 
 
 def test_muon_loads_no_planner_and_a_plan_by_the_rule_needs_none() -> None:

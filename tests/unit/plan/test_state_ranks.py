@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of, ranks_of, work
+from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
+from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
-from titan_muon.plan.program import make_program
-from titan_muon.plan.search.owners import momentum_ranks, state_elements, with_state_ranks
-from titan_muon.plan.search.planner import make_plan
-from titan_muon.plan.terms.types import Parameter, Plan, Replicate, Separate, Shard
+from titan_muon.planner.owners import momentum_ranks, state_elements, with_state_ranks
+from titan_muon.planner.planner import make_plan
 
 OWNER = MuonOptions(state="owner", wire_dtype="float32")
 DDP = mesh_of(4), Replicate()

@@ -23,13 +23,23 @@ from tests.unit.plans import (
     plans,
     ranks_of,
 )
-from titan_muon.comm.buffers import make_buffer_sets, wire_dtypes
+from titan_muon.engine.exchange.buffers import make_buffer_sets, wire_dtypes
+from titan_muon.engine.layout.types import (
+    Layout,
+    Matrix,
+    Mesh,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from titan_muon.engine.layout.work import standard_flops
+from titan_muon.engine.program.program import BucketProgram, Program, batches, make_program
 from titan_muon.options import MuonOptions, OptionError
-from titan_muon.plan.program import BucketProgram, Program, batches, make_program
-from titan_muon.plan.search.planner import make_plan
-from titan_muon.plan.search.summary import RankCost, summarize
-from titan_muon.plan.terms.types import Layout, Matrix, Mesh, Parameter, Placement, Plan, Replicate, Shard, StridedShard
-from titan_muon.plan.terms.work import standard_flops
+from titan_muon.planner.planner import make_plan
+from titan_muon.planner.summary import RankCost, summarize
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 

@@ -13,11 +13,9 @@ from hypothesis import given
 from scripts.bounds import chains, least_seconds, least_whole
 from tests.machines import machine_file, rates
 from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
+from titan_muon.engine.layout.types import Parameter, Plan, Shard
 from titan_muon.options import Machine, OptionError, Overlap
-from titan_muon.plan.cost.timeline import LOCAL, spans, timeline
-from titan_muon.plan.cost.walk import Costs
-from titan_muon.plan.search.search import CandidatePlan
-from titan_muon.plan.terms.machine import (
+from titan_muon.planner.machine import (
     COLLECTIVE_OPERATORS,
     MACHINES,
     STEP_OPERATORS,
@@ -26,7 +24,9 @@ from titan_muon.plan.terms.machine import (
     machine_of,
     planning_machine,
 )
-from titan_muon.plan.terms.types import Parameter, Plan, Shard
+from titan_muon.planner.search import CandidatePlan
+from titan_muon.planner.timeline import LOCAL, spans, timeline
+from titan_muon.planner.walk import Costs
 
 # A single resource takes time, so that expected times are simple.
 FREE = MachineRates(

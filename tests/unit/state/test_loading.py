@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_muon import Expert, Muon
-from titan_muon.adam import AdamW
-from titan_muon.tensors.process_groups import StateMesh, fake_world
+from titan_muon.adamw import AdamW
+from titan_muon.engine.tensors.process_groups import StateMesh, fake_world
 
 
 def trained(rule: str) -> tuple[nn.Parameter, Muon]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tests.shared import equal
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
-from titan_muon import adam as batched
+from titan_muon import adamw as batched
+from titan_muon.engine.step.foreach import ALIGNMENT
 from titan_muon.features.offload import TRANSFERS_AT_ONCE, Copied, Window
-from titan_muon.step.foreach import ALIGNMENT
 
 __all__ = ["stream_order"]
 

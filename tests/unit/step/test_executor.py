@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.shared import muon_keywords
 from titan_muon import Muon
-from titan_muon.adam import AdamW
+from titan_muon.adamw import AdamW
 
 SHAPES = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titan_muon.plan.terms.layout import Span
-from titan_muon.step.foreach import Rectangle, rectangle_of
+from titan_muon.engine.layout.intervals import Span
+from titan_muon.engine.step.foreach import Rectangle, rectangle_of
 
 EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
 

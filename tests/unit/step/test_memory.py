@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, own
-from titan_muon.algorithms.muon import MuonAlgorithm
-from titan_muon.comm.buffers import fragmentation
+from titan_muon.engine.exchange.buffers import fragmentation
+from titan_muon.engine.layout.intervals import Geometries, Geometry
+from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.work import CPU_CHUNK_BYTES, ElementKind, Elements
+from titan_muon.engine.step.foreach import MomentumCall, Rectangle, UpdateCall
+from titan_muon.engine.step.muon import MuonAlgorithm
+from titan_muon.engine.tensors.storage import check_devices, trained_params
 from titan_muon.options import MuonOptions, PlacementRule
-from titan_muon.plan.cost.passes import passes_of
-from titan_muon.plan.cost.walk import Costs, PlanCost
-from titan_muon.plan.search.summary import summarize
-from titan_muon.plan.terms.layout import Geometries, Geometry
-from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.work import CPU_CHUNK_BYTES, ElementKind, Elements
-from titan_muon.step.foreach import MomentumCall, Rectangle, UpdateCall
-from titan_muon.tensors.storage import check_devices, trained_params
+from titan_muon.planner.passes import passes_of
+from titan_muon.planner.summary import summarize
+from titan_muon.planner.walk import Costs, PlanCost
 
 MIB = 2**20
 # One Newton-Schulz step in the dtype of the workspace, because the tests are about the remaining stages.
@@ -71,7 +71,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_of_a_step(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU runs a call of each stage of a step with a GradScaler here, without the conversion that only CPUs need."""
-    monkeypatch.setattr("titan_muon.algorithms.muon.is_host", lambda device: False)
+    monkeypatch.setattr("titan_muon.engine.step.muon.is_host", lambda device: False)
     count, options = 2**20, MuonOptions(rounding="nearest")
     average, update = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
     param, grad = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
@@ -128,7 +128,7 @@ def test_chunks_of_rows_have_the_bits_of_whole_tensors(
     """Matrices, stacks, and columns of a fused projection."""
     results = []
     for limit in (2**24, 2**11, 1):
-        monkeypatch.setattr("titan_muon.plan.terms.work.CPU_CHUNK_BYTES", limit)
+        monkeypatch.setattr("titan_muon.engine.layout.work.CPU_CHUNK_BYTES", limit)
         generator = torch.Generator().manual_seed(0)
         values = {name: torch.randn(s, generator=generator) for name, s in {"a": (37, 50), "b": (3, 24, 31)}.items()}
         params = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
@@ -206,7 +206,7 @@ def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("titan_muon.algorithms.muon.lr_factor", fail)
+    monkeypatch.setattr("titan_muon.engine.step.muon.lr_factor", fail)
     with pytest.raises(MemoryError):
         muon.step()
     assert all(call.memory.nbytes() == 0 for views in muon.engine.step.views for call in views.updates)
@@ -222,6 +222,6 @@ def test_parameters_on_several_devices_or_without_streams_are_refused(monkeypatc
         check_devices([*trained, other])
     # As in PyTorch before 2.15.
     monkeypatch.setattr(torch, "mps", object())
-    monkeypatch.setattr("titan_muon.tensors.storage.device_of", lambda params: torch.device("mps"))
+    monkeypatch.setattr("titan_muon.engine.tensors.storage.device_of", lambda params: torch.device("mps"))
     with pytest.raises(ValueError, match=r"^a: PyTorch .* has no streams on mps, .* move the model to the CPU$"):
         check_devices(trained)

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from tests.unit.plans import mesh_of, parameter_of, plan_of
-from titan_muon.comm.buffers import Buffers, wire_dtypes
-from titan_muon.plan.cost.timeline import listed_parts
-from titan_muon.plan.exchange.patterns import PATTERNS
-from titan_muon.plan.planning import in_order
-from titan_muon.plan.program import make_program
-from titan_muon.plan.terms.layout import Geometries, Span, spans
-from titan_muon.plan.terms.pieces import Pieces
-from titan_muon.plan.terms.types import Bucket, Plan, Shard
-from titan_muon.step.foreach import Copies, StoredPiece, joined
-from titan_muon.step.views import strided
+from titan_muon.engine.exchange.buffers import Buffers, wire_dtypes
+from titan_muon.engine.layout.intervals import Geometries, Span, spans
+from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.types import Bucket, Plan, Shard
+from titan_muon.engine.planning import in_order
+from titan_muon.engine.program.patterns import PATTERNS
+from titan_muon.engine.program.program import make_program
+from titan_muon.engine.step.foreach import Copies, StoredPiece, joined
+from titan_muon.engine.step.views import strided
+from titan_muon.planner.timeline import listed_parts
 
 ROWS, COLS = 2, 4
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from titan_muon import Muon
-from titan_muon.step import step
+from titan_muon.engine.step import step
 
 
 def optimizer() -> Muon:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.shared import drawn, equal, muon_keywords
 from titan_muon import Muon
-from titan_muon.step.algorithm import Tensors
-from titan_muon.step.rounding import chunk_of, memory_bytes
+from titan_muon.engine.step.algorithm import Tensors
+from titan_muon.engine.step.rounding import chunk_of, memory_bytes
 
 SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}

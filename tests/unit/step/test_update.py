@@ -8,7 +8,7 @@ import torch
 
 from tests.reference_muon import ReferenceMuon
 from tests.shared import drawn
-from titan_muon.algorithms import muon as update
+from titan_muon.engine.step import muon as update
 
 SHAPES = {"tall": (48, 20), "wide": (20, 48), "square": (32, 32), "row": (1, 40), "column": (40, 1), "tiny": (1, 1)}
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tests.shared import muon_keywords
 from tests.unit.plans import elements_of
 from titan_muon import Muon
+from titan_muon.engine.layout.intervals import Geometry
+from titan_muon.engine.layout.types import Interval, Layout, MatrixStack, Mesh, Replicate, Shard
+from titan_muon.engine.tensors.matrices import check_splits, planned, stack_of
 from titan_muon.options import Split
-from titan_muon.plan.terms.layout import Geometry
-from titan_muon.plan.terms.types import Interval, Layout, MatrixStack, Mesh, Replicate, Shard
-from titan_muon.tensors.matrices import check_splits, planned, stack_of
 
 
 def test_by_default_a_parameter_is_a_matrix_or_a_stack() -> None:

@@ -4,8 +4,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from titan_muon.tensors.dtensor import from_local
-from titan_muon.tensors.process_groups import StateMesh, fake_world
+from titan_muon.engine.tensors.dtensor import from_local
+from titan_muon.engine.tensors.process_groups import StateMesh, fake_world
 
 
 def test_an_operator_keeps_a_mesh_without_groups_after_the_same_operator_on_equal_ranks() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_muon.comm.agreement import Agreement, PlanReport
-from titan_muon.tensors import process_groups
-from titan_muon.tensors.process_groups import fake_world
+from titan_muon.engine.exchange.agreement import Agreement, PlanReport
+from titan_muon.engine.tensors import process_groups
+from titan_muon.engine.tensors.process_groups import fake_world
 
 MINUTE = timedelta(seconds=60)
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_muon.titan.recipe.degrees import has_torch
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.recipe.degrees import has_torch
+from titan_muon.trainer.torchtitan import compat
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="the gaps of the CPU")
 
@@ -41,7 +41,7 @@ BEFORE_AND_AFTER = """
     before = facts()
     for name in [n for n in __import__("sys").modules if n.startswith("torchtitan.") and "tools" not in n]:
         del __import__("sys").modules[name]
-    from titan_muon.titan.torchtitan import compat
+    from titan_muon.trainer.torchtitan import compat
     on_cpu, again = compat.install(), compat.install()
     after = facts()
     utils = importlib.import_module("torchtitan.tools.utils")
@@ -82,7 +82,7 @@ def test_every_gap_exists_and_is_closed() -> None:
 
 @cpu_only
 def test_installing_after_the_import_of_torchtitan_is_an_error() -> None:
-    result = _run("import torchtitan.distributed; from titan_muon.titan.torchtitan import compat; compat.install()")
+    result = _run("import torchtitan.distributed; from titan_muon.trainer.torchtitan import compat; compat.install()")
     assert result.returncode == 1
     assert "RuntimeError: compat.install() must run before torchtitan.distributed is imported" in result.stderr
 
@@ -127,7 +127,7 @@ def test_a_missing_kernel_is_named() -> None:
 def test_torchtitan_shards_decoders_with_a_single_function(family: str) -> None:
     """The replacement gets the arguments for `shard`, and ends with the context."""
     import models  # noqa: F401 (registers the families)
-    from titan_muon.titan.model.spec import model_spec
+    from titan_muon.trainer.model.spec import model_spec
 
     parallelize_fn = model_spec(family, "tiny").parallelize_fn
     module = sys.modules[parallelize_fn.__module__]

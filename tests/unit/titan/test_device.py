@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_muon.titan import device
+from titan_muon.trainer import device
 
 TITAN = Path(device.__file__).parent
 # Gaps of the CPU and gloo until a later TorchTitan; and a CPU-only kernel.

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from titan_muon import Muon, registry
-from titan_muon.adam import AdamW
+from titan_muon.adamw import AdamW
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import decay_lines
 from titan_muon.options import Split
-from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config
-from titan_muon.titan.recipe import Recipe, RecipeError, sections
+from titan_muon.trainer.assign.container import HybridOptimizers, optimizer_config
+from titan_muon.trainer.recipe import Recipe, RecipeError, sections
 
 
 class Block(nn.Module):

@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Moved())
 """
 SLOT = """
 from dataclasses import dataclass, field
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 compat.install()
 from torchtitan.components import optimizer
 from torchtitan.components.optimizer import OptimizersContainer
@@ -61,7 +61,7 @@ else:
 TRAIN = """
 import torch
 from torch import nn
-from titan_muon.titan import HybridOptimizers
+from titan_muon.trainer import HybridOptimizers
 
 model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.Linear(32, 32)])})
 optimizers = HybridOptimizers.Config().build(model_parts=[model])

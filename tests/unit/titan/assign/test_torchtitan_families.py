@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from titan_muon.titan.assign.container import HybridOptimizers, parts_of_config
+from titan_muon.trainer.assign.container import HybridOptimizers, parts_of_config
 
 FAMILIES = {
     ("gpt_oss", "debugmodel"): 0.9,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from titan_muon import Expert
-from titan_muon.comm.agreement import Agreement
-from titan_muon.titan import HybridOptimizers
+from titan_muon.engine.exchange.agreement import Agreement
+from titan_muon.trainer import HybridOptimizers
 
 
 def configured(**options: Any) -> Any:

@@ -9,16 +9,16 @@ import torch
 from pyarrow import chunked_array, large_binary
 from torch import nn
 
-from titan_muon.comm.clip import NormCheck
-from titan_muon.titan.checks.experts import ExpertLoads
-from titan_muon.titan.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair
-from titan_muon.titan.checks.start import check_start, differences, source_files, start_facts
-from titan_muon.titan.checks.training import TrainingChecks, wrong_tokens
-from titan_muon.titan.data.blocks import TokenBlocks
-from titan_muon.titan.data.corpus import Corpus
-from titan_muon.titan.data.loader import NOT_COUNTED
-from titan_muon.titan.fault import RunFault
-from titan_muon.titan.recipe import Recipe
+from titan_muon.engine.faults.clip import NormCheck
+from titan_muon.trainer.checks.experts import ExpertLoads
+from titan_muon.trainer.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair
+from titan_muon.trainer.checks.start import check_start, differences, source_files, start_facts
+from titan_muon.trainer.checks.training import TrainingChecks, wrong_tokens
+from titan_muon.trainer.data.blocks import TokenBlocks
+from titan_muon.trainer.data.corpus import Corpus
+from titan_muon.trainer.data.loader import NOT_COUNTED
+from titan_muon.trainer.fault import RunFault
+from titan_muon.trainer.recipe import Recipe
 
 
 def test_differences_names_every_value_and_the_ranks() -> None:

@@ -18,16 +18,16 @@ import torch.distributed.checkpoint as dcp
 from pyarrow import parquet
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from titan_muon.titan.checks.start import data_facts
-from titan_muon.titan.data import cache as cache_module
-from titan_muon.titan.data import files as files_module
-from titan_muon.titan.data.blocks import TokenBlocks
-from titan_muon.titan.data.corpus import Corpus, open_corpus
-from titan_muon.titan.data.documents import Documents
-from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token, dataloader_config
-from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer, tokenizer_config, vocab_size
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.sections import Data
+from titan_muon.trainer.checks.start import data_facts
+from titan_muon.trainer.data import cache as cache_module
+from titan_muon.trainer.data import files as files_module
+from titan_muon.trainer.data.blocks import TokenBlocks
+from titan_muon.trainer.data.corpus import Corpus, open_corpus
+from titan_muon.trainer.data.documents import Documents
+from titan_muon.trainer.data.loader import PackedDataLoader, bytes_per_token, dataloader_config
+from titan_muon.trainer.data.tokenizers import BPETokenizer, ByteTokenizer, tokenizer_config, vocab_size
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.recipe.sections import Data
 
 BOS, EOS, SEQ_LEN = 256, 257, 16
 TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0b\r\n\ttabs", "�", "<s></s><|endoftext|>"]
@@ -313,7 +313,7 @@ def test_torchtitan_can_end_the_text_and_share_the_corpus(data, monkeypatch):
     size = {"seq_len": SEQ_LEN, "local_batch_size": 1}
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, **size}
     first = take(replace(config, infinite=True).build(**kwargs), 100)
-    monkeypatch.setattr("titan_muon.titan.data.corpus.cached", lambda *args: pytest.fail("opened the cache again"))
+    monkeypatch.setattr("titan_muon.trainer.data.corpus.cached", lambda *args: pytest.fail("opened the cache again"))
     second = take(replace(config, infinite=False).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
     monkeypatch.undo()
@@ -422,7 +422,7 @@ def test_a_damaged_document_of_the_cache_is_refused_at_the_first_reading(data):
 def test_the_documents_tokenized_at_once_change_no_token(data, monkeypatch, tokenizer, at_once):
     some = replace(data, tokenizer=tokenizer, vocab_size=290)
     encoder = tokenizer_config(some).build(tokenizer_path="unused")
-    monkeypatch.setattr("titan_muon.titan.data.corpus._DOCUMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr("titan_muon.trainer.data.corpus._DOCUMENTS_AT_ONCE", at_once)
     corpus = open_corpus(Documents(some), encoder)
     for number, (_, content) in enumerate(Documents(some).contents()):
         assert corpus.document(number).tolist() == encoder.encode(content.decode(), add_bos=True, add_eos=True)
@@ -469,7 +469,7 @@ def test_a_failed_build_leaves_no_corpus(data, monkeypatch):
         return [np.array([BOS, *text.encode(), EOS]) for text in texts]
 
     monkeypatch.setattr(ByteTokenizer, "documents", fail)
-    monkeypatch.setattr("titan_muon.titan.data.corpus._DOCUMENTS_AT_ONCE", 10)
+    monkeypatch.setattr("titan_muon.trainer.data.corpus._DOCUMENTS_AT_ONCE", 10)
     with pytest.raises(RuntimeError, match="out of order"):
         build(data)
     assert not [file for suffix in ("arrow", "partial") for file in Path(data.cache).glob(f"corpus-*.{suffix}")]
@@ -734,7 +734,7 @@ def test_bad_rows_are_skipped_on_request_and_counted(data, tmp_path, monkeypatch
         assert a.startswith(f"data: {folder}/a.jsonl: 5 documents, 210 tokens, 4 rows skipped, the first: data.files: ")
         assert f"{folder}/a.jsonl:6: not JSON" in a
         assert b == f"data: {folder}/b.jsonl: 5 documents, 210 tokens"
-    monkeypatch.setattr("titan_muon.titan.data.documents.MOST_SHOWN", 1)
+    monkeypatch.setattr("titan_muon.trainer.data.documents.MOST_SHOWN", 1)
     (folder / "c.jsonl").write_text("\n".join([*good, *bad, "[2]"]))
     most, rest = build(skipping).describe(1, 1)[1:]
     assert most.startswith(f"data: {folder}/c.jsonl: 5 documents, 210 tokens, 5 rows skipped"), "most skipped first"

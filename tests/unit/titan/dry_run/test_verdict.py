@@ -7,13 +7,13 @@ import pytest
 
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
-from titan_muon.dry_run.memory import Memory
-from titan_muon.plan.terms.machine import MACHINES
-from titan_muon.titan.dry_run.meta_model import MetaModel
-from titan_muon.titan.dry_run.training import TRAINING_SHARE, ModelSize, Passes, PassMemory, Training
-from titan_muon.titan.dry_run.verdict import Verdict, memory_parts, verdict_lines
-from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.recipe.sections import ActivationCheckpoint
+from titan_muon.forecast.memory import Memory
+from titan_muon.planner.machine import MACHINES
+from titan_muon.trainer.dry_run.meta_model import MetaModel
+from titan_muon.trainer.dry_run.training import TRAINING_SHARE, ModelSize, Passes, PassMemory, Training
+from titan_muon.trainer.dry_run.verdict import Verdict, memory_parts, verdict_lines
+from titan_muon.trainer.recipe import Recipe
+from titan_muon.trainer.recipe.sections import ActivationCheckpoint
 
 H100 = MACHINES["h100x8"]
 GIB = 2**30

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.dist.harness import run_program
-from titan_muon.titan.launch import attempts
-from titan_muon.titan.launch.attempts import describe_world, store_of_attempt, store_of_ranks
-from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.titan.launch.watchdog import Heartbeat, Watchdog, is_running, late_ranks
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.launch import attempts
+from titan_muon.trainer.launch.attempts import describe_world, store_of_attempt, store_of_ranks
+from titan_muon.trainer.launch.folder_lock import LOCK_FILE, FolderLock
+from titan_muon.trainer.launch.watchdog import Heartbeat, Watchdog, is_running, late_ranks
+from titan_muon.trainer.recipe import RecipeError
 
 ROOT = Path(__file__).parents[4]
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -201,7 +201,7 @@ def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
 
 HOLD = """
 import sys, time
-from titan_muon.titan.launch.folder_lock import FolderLock
+from titan_muon.trainer.launch.folder_lock import FolderLock
 with FolderLock() as lock:
     lock.take(sys.argv[1])
     print("taken", flush=True)
@@ -255,8 +255,8 @@ def test_an_unexpected_error_ends_the_process_with_exit_code_1() -> None:
         "-c",
         """
 import threading
-from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.run import job
+from titan_muon.trainer.recipe import Recipe
+from titan_muon.trainer.run import job
 
 def fail(*_):
     threading.Thread(target=threading.Event().wait).start()

@@ -7,10 +7,10 @@ import torch
 
 import models  # noqa: F401 (registers the families)
 from tests.unit.titan.model.batches import attended, initialized
-from titan_muon.titan.model import attention
-from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, dense, share_dense_mask, use_attention
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.model import attention
+from titan_muon.trainer.model.attention import DenseMask, DenseMaskAttention, dense, share_dense_mask, use_attention
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import RecipeError
 
 LENGTH = 48
 

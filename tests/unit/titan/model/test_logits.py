@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 import models  # noqa: F401 (registers the families)
 from tests.unit.titan.model.batches import attended
 from tests.unit.titan.model.test_attention import LENGTH, _block_mask, _positions
-from titan_muon.titan.model import logits
-from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, dense
-from titan_muon.titan.model.logits import ObservedDenseAttention, ObservedFlexAttention, ObservedVarlenAttention
+from titan_muon.trainer.model import logits
+from titan_muon.trainer.model.attention import DenseMask, DenseMaskAttention, dense
+from titan_muon.trainer.model.logits import ObservedDenseAttention, ObservedFlexAttention, ObservedVarlenAttention
 
 STARTS = ((0, 7, 40), (0, 1, 47))
 SCALE = 0.3

@@ -12,12 +12,12 @@ from torch import nn
 
 import models
 from tests.unit.titan.model.batches import initialized
-from titan_muon.qk_clip import QKClip
-from titan_muon.titan.model.attention import share_dense_mask
-from titan_muon.titan.model.logits import LogitObserver
-from titan_muon.titan.model.qk_clip import build_qk_clip, observe_logits
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe import RecipeError, sections
+from titan_muon.plugins.qk_clip import QKClip
+from titan_muon.trainer.model.attention import share_dense_mask
+from titan_muon.trainer.model.logits import LogitObserver
+from titan_muon.trainer.model.qk_clip import build_qk_clip, observe_logits
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import RecipeError, sections
 
 VOCAB, LENGTH = 64, 48
 ONE_RANK: Any = SimpleNamespace(tp=1, tp_enabled=False)

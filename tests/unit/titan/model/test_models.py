@@ -11,8 +11,8 @@ import torch
 import models  # noqa: F401 (registers the families)
 from tests.unit.titan.model.batches import initialized
 from titan_muon import registry
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import RecipeError
 
 # Published sizes; see the sources in each family's module. Parameters, matrices, and every matrix inside the layers
 # except the router's, as `COUNT of ROWSxCOLUMNS`. `xSTACK` follows for a stack of experts in one parameter.

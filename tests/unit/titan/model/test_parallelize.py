@@ -10,14 +10,14 @@ import torch
 
 import models  # noqa: F401 (registers the families)
 from tests import tiny
-from titan_muon.plan.terms.work import gram_flops, standard_flops
-from titan_muon.titan.dry_run.meta_model import build_meta_model
-from titan_muon.titan.model import owned_placement
-from titan_muon.titan.model.owned_placement import _flops
-from titan_muon.titan.model.parallelize import with_placement
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.recipe.sections import Muon, Parallelism, Placement, Training
+from titan_muon.engine.layout.work import gram_flops, standard_flops
+from titan_muon.trainer.dry_run.meta_model import build_meta_model
+from titan_muon.trainer.model import owned_placement
+from titan_muon.trainer.model.owned_placement import _flops
+from titan_muon.trainer.model.parallelize import with_placement
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe.sections import Muon, Parallelism, Placement, Training
 
 
 def _spec():

@@ -10,13 +10,13 @@ from torchtitan.distributed.pipeline_parallel import _split_module
 import models  # noqa: F401 (registers the families)
 from tests import tiny
 from tests.unit.titan.model.batches import initialized
-from titan_muon.titan.model.parallelize import with_placement
-from titan_muon.titan.model.pipeline import init_within
-from titan_muon.titan.model.spec import model_spec
-from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.recipe.sections import Parallelism
-from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.trainer.model.parallelize import with_placement
+from titan_muon.trainer.model.pipeline import init_within
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe.sections import Parallelism
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.trainer_config import trainer_config
 
 PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
 """Of a model with four layers."""

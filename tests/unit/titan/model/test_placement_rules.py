@@ -16,8 +16,8 @@ from titan_muon import Owners, own
 from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
-from titan_muon.titan.dry_run.meta_model import build_meta_model
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.trainer.dry_run.meta_model import build_meta_model
+from titan_muon.trainer.recipe import RecipeError
 
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
 

@@ -15,8 +15,8 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
 from tests import tiny
-from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer_config import trainer_config
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.trainer_config import trainer_config
 
 
 def converters(folder: Path, **values: object) -> tuple[ModelConfigConverter.Config, ...]:

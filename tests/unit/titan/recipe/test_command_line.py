@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, command_line, load, schema, sections, torchtitan_sections
-from titan_muon.titan.recipe.command_line import Command, parse
+from titan_muon.trainer.recipe import Recipe, command_line, load, schema, sections, torchtitan_sections
+from titan_muon.trainer.recipe.command_line import Command, parse
 
 # Overrides
 
@@ -261,7 +261,7 @@ def test_the_short_help_fits_a_screen_and_shows_the_recipes_values(
 MODULE = """
 from dataclasses import dataclass
 from titan_muon import registry
-from titan_muon.algorithms.muon import MuonAlgorithm
+from titan_muon.engine.step.muon import MuonAlgorithm
 
 @dataclass(frozen=True)
 class Own:
@@ -305,6 +305,6 @@ def test_every_suggestion_by_meaning_is_a_key() -> None:
 
 
 def test_a_command_line_is_read_without_torch() -> None:
-    imported = "import sys, titan_muon.titan.recipe.command_line"
+    imported = "import sys, titan_muon.trainer.recipe.command_line"
     code = f"{imported}; sys.exit('torch' in sys.modules or 'torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, RecipeError, load, sections
-from titan_muon.titan.recipe.files import keys_of_the_command_line, with_source
+from titan_muon.trainer.recipe import Recipe, RecipeError, load, sections
+from titan_muon.trainer.recipe.files import keys_of_the_command_line, with_source
 
 # Files
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from titan_muon.options import constraints
-from titan_muon.titan.recipe import schema, sections, toml
+from titan_muon.trainer.recipe import schema, sections, toml
 
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 TABLES = {"muon": sections.Muon, "muon.expert": sections.Expert, "machine": sections.Machine}

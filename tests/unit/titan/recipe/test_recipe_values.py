@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.options import OptionError
-from titan_muon.titan.recipe import Recipe, degrees, load, recipe_error, schema
-from titan_muon.titan.recipe.toml import Entry, Words
+from titan_muon.trainer.recipe import Recipe, degrees, load, recipe_error, schema
+from titan_muon.trainer.recipe.toml import Entry, Words
 
 # A key of each kind of range: refused values, accepted values, the text.
 RANGES: Mapping[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {

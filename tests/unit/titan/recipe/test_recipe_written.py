@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, load, sections, to_toml
+from titan_muon.trainer.recipe import Recipe, load, sections, to_toml
 
 # Writing
 

@@ -22,8 +22,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from titan_muon.titan.recipe import schema
-from titan_muon.titan.recipe.sections import Recipe
+from titan_muon.trainer.recipe import schema
+from titan_muon.trainer.recipe.sections import Recipe
 
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 HEADING = "## TorchTitan options without a recipe key\n"

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tests import tiny
-from titan_muon.titan.model.attention import share_dense_mask
-from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.model.attention import share_dense_mask
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.torchtitan import compat
 
 transformers = pytest.importorskip("transformers")
 compat.install()
 
-from titan_muon.titan.data.tokenizers import tokenizer_config  # noqa: E402
-from titan_muon.titan.model.spec import model_spec  # noqa: E402
+from titan_muon.trainer.data.tokenizers import tokenizer_config  # noqa: E402
+from titan_muon.trainer.model.spec import model_spec  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "scripts"))
 

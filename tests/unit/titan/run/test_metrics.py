@@ -20,16 +20,16 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import tiny
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
-from titan_muon.titan.recipe import Recipe, RecipeError, to_toml  # noqa: E402
-from titan_muon.titan.recipe.torchtitan_sections import Metrics  # noqa: E402
-from titan_muon.titan.run import console, metrics  # noqa: E402
-from titan_muon.titan.run.console import _Useful, set_up_logging  # noqa: E402
-from titan_muon.titan.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
-from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
+from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml  # noqa: E402
+from titan_muon.trainer.recipe.torchtitan_sections import Metrics  # noqa: E402
+from titan_muon.trainer.run import console, metrics  # noqa: E402
+from titan_muon.trainer.run.console import _Useful, set_up_logging  # noqa: E402
+from titan_muon.trainer.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
+from titan_muon.trainer.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 
 PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
 
@@ -289,7 +289,7 @@ def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
 
 
 def test_a_job_may_open_a_socket_to_1024_ranks() -> None:
-    from titan_muon.titan.run.job import _raise_file_limit
+    from titan_muon.trainer.run.job import _raise_file_limit
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

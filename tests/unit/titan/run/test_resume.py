@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
 from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
 
 from tests.unit.titan.assign.test_optimizers import Model, rule  # noqa: E402
-from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config  # noqa: E402
-from titan_muon.titan.recipe import Recipe, RecipeError, sections  # noqa: E402
-from titan_muon.titan.run.checkpoints import RunCheckpoints, check_data_ranks  # noqa: E402
-from titan_muon.titan.run.signals import StopSignals  # noqa: E402
-from titan_muon.titan.torchtitan.plain_state import PlainState  # noqa: E402
+from titan_muon.trainer.assign.container import HybridOptimizers, optimizer_config  # noqa: E402
+from titan_muon.trainer.recipe import Recipe, RecipeError, sections  # noqa: E402
+from titan_muon.trainer.run.checkpoints import RunCheckpoints, check_data_ranks  # noqa: E402
+from titan_muon.trainer.run.signals import StopSignals  # noqa: E402
+from titan_muon.trainer.torchtitan.plain_state import PlainState  # noqa: E402
 
 OTHER = {
     "muon": {"lr": 0.5, "ns_steps": 3, "ns_coefficients": ((3.0, -4.0, 2.0),) * 3},

@@ -18,19 +18,19 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon import Expert
-from titan_muon.titan.recipe import Recipe, RecipeError, load
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.recipe import Recipe, RecipeError, load
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
-from titan_muon.titan import run_folder  # noqa: E402
-from titan_muon.titan.data.tokenizers import tokenizer_config  # noqa: E402
-from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
-from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw  # noqa: E402
-from titan_muon.titan.run.runs import Run, agree, begin, changed_keys, discard, open_run  # noqa: E402
-from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.titan.run_folder import RunFolder, run_name, runs_in, saved_steps  # noqa: E402
-from titan_muon.titan.storage.checksums import SummingWriter  # noqa: E402
+from titan_muon.trainer import run_folder  # noqa: E402
+from titan_muon.trainer.data.tokenizers import tokenizer_config  # noqa: E402
+from titan_muon.trainer.launch.folder_lock import FolderLock  # noqa: E402
+from titan_muon.trainer.run.checkpoints import RunCheckpoints, flaw  # noqa: E402
+from titan_muon.trainer.run.runs import Run, agree, begin, changed_keys, discard, open_run  # noqa: E402
+from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
+from titan_muon.trainer.run_folder import RunFolder, run_name, runs_in, saved_steps  # noqa: E402
+from titan_muon.trainer.storage.checksums import SummingWriter  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -146,7 +146,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch
     sent: list[object] = []
     broadcast = lambda objects, **_: sent.extend(pickle.loads(pickle.dumps(objects)))  # noqa: E731
     monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
-    monkeypatch.setattr("titan_muon.titan.run.runs.open_run", fail)
+    monkeypatch.setattr("titan_muon.trainer.run.runs.open_run", fail)
     with FolderLock() as lock, pytest.raises(LocalError):
         agree(tiny.recipe(tmp_path), object(), lock)  # type: ignore[arg-type]
     assert repr(sent[0]) == "RuntimeError('LocalError: no disk (on rank 0)')"
@@ -476,7 +476,7 @@ def test_a_run_of_version_0_2_has_no_typed_keys_and_continues(tmp_path: Path) ->
 
 
 def test_reading_a_run_imports_no_torch() -> None:
-    code = "import sys, titan_muon.titan.run_folder; print('torch' in sys.modules)"
+    code = "import sys, titan_muon.trainer.run_folder; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from titan_muon.titan.torchtitan import compat
+from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
 import torchtitan.trainer  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
-from titan_muon.titan.run.trainer import MuonTrainer  # noqa: E402
+from titan_muon.trainer.run.trainer import MuonTrainer  # noqa: E402
 
 
 def test_clipping_by_replaces_the_clip_of_the_trainers_step() -> None:

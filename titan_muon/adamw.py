@@ -1,0 +1,347 @@
+"""AdamW, optionally with states on the host and in bfloat16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from .engine.faults.clip import SkipsSteps
+from .engine.faults.faults import ALLOWED, Fault, check_faults, warn_of_skipped
+from .engine.faults.gradient_faults import GradientFaults
+from .engine.state.holder_states import moved_state, moves, new_state, resolved
+from .engine.state.saved import after_pre_hooks, checked_state
+from .engine.step.foreach import grouped
+from .engine.tensors.device import is_host
+from .engine.tensors.dtensor import local, step_device
+from .engine.tensors.names import named_parameters, names_in
+from .engine.tensors.storage import placement_key
+from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
+
+BATCH_BYTES = 2**26
+"""Limit on the bytes of converted states."""
+
+VECTOR = 64
+"""Alignment of parts, because CPU kernels give different bits for incomplete vectors."""
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+
+ON_HOST: Mapping[Offload, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": ((), ()),
+    "state": (AVERAGES, ()),
+    "parameters": ((*AVERAGES, "param"), ("grad",)),
+}
+"""Fields of Elements that move to the device and back, and fields that only move to the device."""
+
+
+class Elements(NamedTuple):
+    """Some or all of a parameter's elements on this rank."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    def element_bytes(self, names: Iterable[str]) -> int:
+        return sum(getattr(self, name).element_size() for name in names)
+
+
+Batch = tuple[Mapping[str, Any], list[Elements]]
+"""A group, and parts with one dtype, updated together."""
+
+
+def _tensors(parts: Sequence[Elements], names: Iterable[str]) -> list[Tensor]:
+    return [getattr(part, name) for name in names for part in parts]
+
+
+class AdamW(SkipsSteps, torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the bits of torch.optim.AdamW unless `state_dtype` is set.
+
+    Further keywords are torch's. With `state_dtype`, a step updates parts of bounded size.
+
+    Args:
+        state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
+        offload: keep the averages in host memory, as `Muon(offload=)`. A step moves them to the device whole.
+        on_bad_gradient: a missing gradient raises; after a non-finite gradient, a step of this rank changes nothing,
+            and the next step raises. `skip_missing`: a parameter without a gradient stays unchanged, as under torch.
+            `skip_step`: a bad gradient on any rank skips the step on all ranks of `process_group`, which all call
+            `step`, and the next step warns.
+
+    In a Hybrid, all ranks raise in the next step. Alone, a rank raises at once for a missing gradient.
+
+    Raises:
+        OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
+    """
+
+    state_dtype: StateDtype = "parameter"
+    offloaded: Offload = "none"
+    allowed: tuple[Fault, ...] = ()
+    _gradient_faults: GradientFaults | None = None
+    _broken: Tensor | None = None
+    skips_step = skips_missing = False
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        state_dtype: StateDtype = "parameter",
+        offload: Offload = "none",
+        on_bad_gradient: OnBadGradient = "error",
+        **options: Any,
+    ) -> None:
+        self.state_dtype, self.offloaded = state_dtype, offload
+        check(Expert, {"on_bad_gradient": on_bad_gradient})
+        expert = Expert(on_bad_gradient=on_bad_gradient)
+        self.allowed = ALLOWED[on_bad_gradient]
+        self.skips_step, self.skips_missing = expert.skips_step, expert.skips_missing
+        super().__init__(params, **options)
+        # Now, because a parameter that is frozen later lacks a gradient.
+        self._gradient_faults = GradientFaults(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = {**self.defaults, **param_group}
+        for name in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if group[name]:
+                raise OptionError(name, "= True is not accepted; use torch.optim.AdamW for this option")
+        if self.state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
+            problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
+            raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
+        if self._gradient_faults is not None and self._gradient_faults.reporter is not None:
+            raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
+        super().add_param_group(param_group)
+        self._gradient_faults = None
+        self.offloaded = resolved(self.offloaded, self.param_groups[-1]["params"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        options = ("state_dtype", "offloaded", "allowed", "skips_step", "skips_missing")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self._step()
+        return loss
+
+    def prepare_step(self) -> Tensor | None:
+        self.check_norm(skips=self.skips_step)
+        norm = None if self._next_norm is None else self._next_norm.broken
+        broken = self.gradient_faults.check(norm, scaled=getattr(self, "found_inf", None) is not None)
+        # Otherwise only this rank changes nothing, and the next step raises.
+        self._broken = None if self.skips_step else broken
+        return broken if self.skips_step else None
+
+    def _step(self) -> None:
+        device = next((step_device(p) for p in self.gradient_faults.params), torch.device("cpu"))
+        scaling = self.take_scaling(device, alone=True)
+        flags = [] if scaling is None else [scaling.skipped]
+        flags += [] if self._broken is None else [self._broken.to(device)]
+        skipped = torch.stack(flags).any() if flags else None
+        if skipped is not None and (is_host(skipped.device) or not all(group["fused"] for group in self.param_groups)):
+            # Only the fused kernel reads the flag on the device.
+            if skipped:
+                return
+            skipped = None
+        for group, parts in self._batches():
+            if self.offloaded == "none":
+                self._update(group, parts, skipped)
+            else:
+                self._update_on_device(group, parts, skipped)
+        if self.offloaded == "parameters":
+            # A forward reads the parameters without a word to the optimizer.
+            self._wait_for_copies()
+
+    @property
+    def gradient_faults(self) -> GradientFaults:
+        if self._gradient_faults is None:
+            self._gradient_faults = GradientFaults(self)
+        return self._gradient_faults
+
+    def rebuild(self) -> None:
+        """Expect gradients of the parameters that are not frozen now."""
+        self.gradient_faults.expect_gradients()
+
+    def names(self) -> list[str]:
+        return [name for name, _ in named_parameters(self.param_groups)]
+
+    def on_faults(self, faults: Sequence[Fault]) -> None:
+        check_faults(self.names(), faults, self.allowed)
+        if self.skips_step:
+            warn_of_skipped(self.names(), faults)
+
+    def _update_on_device(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
+        """Update parts whose tensors are on the host: they come whole, and go back at once."""
+        changed, read = ON_HOST[self.offloaded]
+        device = step_device(next(p for p in group["params"] if p.grad is not None))
+        names = (*changed, *read)
+        moved = [
+            part._replace(**{name: getattr(part, name).to(device, non_blocking=True) for name in names})
+            for part in parts
+        ]
+        self._update(group, moved, skipped)
+        for old, new in zip(_tensors(parts, changed), _tensors(moved, changed), strict=True):
+            old.copy_(new, non_blocking=True)
+
+    def _batches(self) -> Iterator[Batch]:
+        """Parts of at most BATCH_BYTES in the averages to convert, or else whole parameters."""
+        moved = [*AVERAGES] if self.state_dtype == "bfloat16" else []
+        limit = BATCH_BYTES if moved else math.inf
+        for group in self.param_groups:
+            parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
+            batches = grouped(
+                parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
+            )
+            yield from ((group, batch) for batch in batches)
+
+    def _elements(self, group: Mapping[str, Any]) -> Iterator[Elements]:
+        for fqn, parameter in named_parameters([group]):
+            if parameter.grad is not None:
+                state = self._state_of(parameter, group)
+                average, square = (local(state[name]) for name in AVERAGES)
+                yield Elements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
+
+    def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        # Another library may keep tensors of its own here before the first step.
+        if AVERAGES[0] not in state:
+            state.update(self._new_state(parameter, group))
+        return state
+
+    def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        # As in torch: the fused kernel needs the step count on the device.
+        device = step_device(parameter) if group["fused"] else torch.device("cpu")
+        dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else parameter.dtype
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        return {"step": step, **{name: new_state(parameter, dtype, self.offloaded) for name in AVERAGES}}
+
+    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
+        states = _tensors(parts, AVERAGES)
+        wide = [state.to(parts[0].param.dtype) for state in states]
+        adam(
+            _tensors(parts, ["param"]),
+            _tensors(parts, ["grad"]),
+            wide[: len(parts)],
+            wide[len(parts) :],
+            [],
+            _tensors(parts, ["step"]),
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=None if skipped is None else skipped.float(),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if wide[0] is not states[0]:
+            torch._foreach_copy_(states, wide)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.synchronize()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load like torch, but averages keep this optimizer's dtype and device.
+
+        Raises ValueError, before anything is loaded, for other groups, and for states of another optimizer or layout.
+        """
+        with after_pre_hooks(self, state_dict) as loaded:
+            self.synchronize()
+            states = self.checked_states(loaded)
+            # torch.optim.AdamW would move all averages to the device at once.
+            super().load_state_dict({**loaded, "state": {}})
+            for parameter, current, saved in states:
+                for name, value in current.items():
+                    local(value).copy_(local(saved[name]))
+                self.state[parameter] = current
+
+    def checked_states(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]:
+        """(parameter, state to fill, loaded state) of every saved state. Changes nothing.
+
+        Raises ValueError as `load_state_dict`.
+        """
+        saved_groups = state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the state dict has groups of {sizes[1]} parameters, and this AdamW of {sizes[0]}; give both the same "
+                "parameters and groups"
+            )
+        states = []
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            if other := sorted({"betas", "eps", "lr", "weight_decay"} - saved_group.keys()):
+                raise ValueError(f"the state dict is of another optimizer: its groups have no {', '.join(other)}")
+            for fqn, parameter, key in zip(names_in(group), group["params"], saved_group["params"], strict=True):
+                if key in state_dict["state"]:
+                    current = dict(self.state.get(parameter, {}))
+                    if AVERAGES[0] not in current:
+                        current = self._new_state(parameter, group)
+                    states.append(
+                        (parameter, current, checked_state(fqn, current, state_dict["state"][key], parameter))
+                    )
+        return states
+
+    def offload(self) -> None:
+        """Move the averages to pinned host memory."""
+        self._move("state")
+
+    def reload(self) -> None:
+        self._move("none")
+
+    def _move(self, to: Offload) -> None:
+        if not moves(self.offloaded, to):
+            return
+        self.synchronize()
+        self.offloaded = to
+        for parameter in self.gradient_faults.params:
+            # In a Hybrid, `state` has the states of all optimizers.
+            state = self.state.get(parameter, {})
+            for name in [name for name in AVERAGES if name in state]:
+                state[name] = moved_state(state[name], parameter, to)
+
+    def synchronize(self) -> None:
+        if self.offloaded != "none":
+            self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Wait until states on the host have arrived."""
+        for device in {
+            step_device(parameter).type: step_device(parameter) for parameter in self.gradient_faults.params
+        }.values():
+            torch.get_device_module(device).synchronize()
+
+
+def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:
+    """Parts with at most BATCH_BYTES each in the fields `moved`."""
+    numel = whole.param.numel()
+    size = max(VECTOR, BATCH_BYTES // whole.element_bytes(moved) // VECTOR * VECTOR)
+    if size >= numel:
+        yield whole
+        return
+    # view() never copies: an update of a copy would be lost.
+    param, average, square = (tensor.view(-1) for tensor in (whole.param, whole.exp_avg, whole.exp_avg_sq))
+    grad = whole.grad.reshape(-1)
+    for start in range(0, numel, size):
+        part = slice(start, start + size)
+        # Only the last part advances the counter; other parts advance a copy.
+        step = whole.step if part.stop >= numel else whole.step.clone()
+        yield Elements(param[part], grad[part], average[part], square[part], step)
+
+
+def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None, f"{fqn}: a part without a gradient"
+    if placement_key(grad) != placement_key(parameter):
+        differ = "the gradient's mesh or placements differ from the parameter's; redistribute the gradient"
+        raise ValueError(f"{fqn}: {differ}")
+    return local(grad)

@@ -1,0 +1,1 @@
+"""Collectives of a step: buffers, the exchange, and agreement between ranks."""

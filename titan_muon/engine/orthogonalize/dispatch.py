@@ -1,0 +1,245 @@
+"""Choice of the algorithm by device and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from titan_muon.engine.layout.work import (
+    CPU,
+    CPU_FLOAT32,
+    GPU,
+    MethodRates,
+    gram_elements,
+    gram_flops,
+    standard_elements,
+)
+from titan_muon.options import OptionError
+
+from .coefficients import LARGEST, Coefficients, has_margin
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+GRAM_ASPECT = 1.5
+"""Least side ratio for the Gram iteration: near-square matrices save no products and lose accuracy."""
+GRAM_ROWS = 32
+"""Least side for the Gram iteration, which has more launches."""
+UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
+"""Limits of float32 without restarts: longer iterations on low-rank matrices overflow."""
+SAME_RATE = 0.9
+"""float16 is preferred at this share of bfloat16's rate, because of 8 times the precision."""
+KERNEL_SIDES = 16
+"""Divisor of both sides required by kernels; further sizes would need slow copies."""
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Capabilities for fast bfloat16 products: x86, then ARM."""
+HALVES = ("float16", "bfloat16")
+"""Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 instructions."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
+
+
+class Product(Protocol):
+    """Fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k), and the result is symmetric."""
+
+    def __call__(
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The fastest symmetric products in a dtype, for a smaller side of at least `rows`. Without `product`: plain."""
+
+    dtype: str
+    rows: int
+    products: str
+    product: Product | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm with all parameters except the coefficients.
+
+    Attributes:
+        algorithm: `standard`, `gram` or `reference`.
+        dtype: of the iteration, a name in DTYPES.
+        restarts: the Gram iteration restarts before these steps.
+        products, product: of symmetric results, by name and as a function; without it the device's.
+        reason: of the choice by `auto`, else empty.
+    """
+
+    algorithm: str
+    dtype: str
+    restarts: tuple[int, ...] = ()
+    products: str = "plain"
+    batch: int = 1
+    reason: str = field(default="", compare=False)
+    product: Product | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
+        products = "" if self.products == "plain" else f" {self.products}"
+        return f"{self.algorithm} {self.dtype}{restarts}{products}"
+
+    def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
+        """FLOPs for a matrix, with symmetric products counted in full."""
+        # The reference computes all three products even for c = 0.
+        cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
+        return gram_flops(rows, cols, len(steps), len(self.runs(len(steps))) - 1, cubic)
+
+    def runs(self, steps: int) -> tuple[int, ...]:
+        """Steps between restarts; all but the Gram iteration restart in each step."""
+        restarts = self.restarts if self.algorithm == "gram" else range(1, steps)
+        return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
+
+    def operators(self, steps: int) -> int:
+        """Operators of PyTorch for a batch, with the norms and the normalization."""
+        runs = sum(3 if length == 1 else 4 * length + 1 for length in self.runs(steps))
+        return runs + (5 if self.dtype == "float16" else 4)
+
+    def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
+        """Working bytes of a matrix, without the input and the kernels' scratch memory.
+
+        `out_bytes`: bytes per element of an output in place, which serves as an X buffer.
+        """
+        elements = gram_elements if self.algorithm == "gram" else standard_elements
+        itemsize = DTYPES[self.dtype].itemsize
+        spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
+        iteration = (elements(rows, cols) - spared) * itemsize
+        if device != "cpu":
+            return iteration
+        # Normalization to float16 with two float32 copies, and from float32 to bfloat16 with a single copy.
+        return max(iteration, rows * cols * (10 if self.dtype == "float16" else 6 if out_bytes > itemsize else 0))
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The options on a device type. Raises OptionError for unsafe combinations.
+
+    Attributes:
+        algorithm: `auto` takes the cheapest safe algorithm for each shape.
+        dtype: `auto` takes the fastest, and among equally fast dtypes the most precise.
+        kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
+        gpu: rates of the planned machine. CPUs have the rates of their instructions, so that a plan for a different
+            machine computes the same bits.
+        float16: whether `auto` may take float16.
+    """
+
+    algorithm: str = "auto"
+    dtype: str = "auto"
+    device: str = "cpu"
+    kernels: tuple[Kernel, ...] = ()
+    cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
+    gpu: MethodRates = GPU
+    float16: bool = True
+
+    def __post_init__(self) -> None:
+        if self.algorithm == "reference" and self.dtype not in ("auto", "bfloat16"):
+            problem = "is torch.optim.Muon's arithmetic, which is bfloat16; choose 'standard' or 'auto'"
+        elif self.algorithm == "gram" and self.dtype == "bfloat16":
+            problem = "diverges in it; choose 'float16' or 'float32'"
+        else:
+            return
+        raise OptionError("ns_dtype", f"= {self.dtype!r}: orthogonalize = {self.algorithm!r} {problem}")
+
+    def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
+        """The method for a matrix. Raises OptionError as `with_margin`."""
+        candidates = with_margin(self._candidates(rows, cols, len(steps)), steps)
+        if self.algorithm == "reference":
+            return candidates[0]
+        # Not by timing, because plans would differ between ranks.
+        seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
+        best = min(candidates, key=lambda method: seconds[method])
+        batch = max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
+        best = replace(best, batch=batch, reason=self._reason(best, seconds))
+        kernel = self._kernel(best.dtype, rows, cols)
+        return best if kernel is None else replace(best, products=kernel.products, product=kernel.product)
+
+    @property
+    def rates(self) -> MethodRates:
+        if self.device == "cpu":
+            return CPU if self.cpu_bfloat16 else CPU_FLOAT32
+        return self.gpu
+
+    def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
+        """Safe methods; among equally fast methods the first wins."""
+        if self.algorithm == "reference":
+            return [Method("reference", "bfloat16")]
+        flops = self.rates.flops
+        dtypes = sorted(DTYPES, key=lambda name: -flops[name]) if self.dtype == "auto" else [self.dtype]
+        if self.dtype == "auto" and not self.float16:
+            dtypes.remove("float16")
+        elif self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
+            dtypes.remove("bfloat16")
+        small, large = sorted((rows, cols))
+        standard = [Method("standard", dtype) for dtype in dtypes]
+        grams = [Method("gram", dtype, restarts(steps)) for dtype in dtypes if dtype != "bfloat16"]
+        unbroken = small <= UNBROKEN_ROWS and large >= UNBROKEN_ASPECT * small and steps <= UNBROKEN_STEPS
+        if "float32" in dtypes and unbroken:
+            grams.append(Method("gram", "float32"))
+        if self.algorithm == "standard":
+            return standard
+        if self.algorithm == "gram":
+            return grams
+        pays = small >= GRAM_ROWS and large >= GRAM_ASPECT * small
+        return [*standard, *(grams if pays else ())]
+
+    def _seconds(self, method: Method, rows: int, cols: int, steps: Coefficients) -> float:
+        """Seconds of products or of memory passes, the longer of both, for a full batch."""
+        m, n = sorted((rows, cols))
+        if method.algorithm == "gram":
+            runs = len(method.restarts) + 1
+            elements = runs * (3 * m * n + 2 * m * m) + (4 * len(steps) - 3 * runs) * 4 * m * m
+        else:
+            elements = len(steps) * (4 * m * n + 5 * m * m)
+        moved = elements * DTYPES[method.dtype].itemsize
+        rates = self.rates
+        return max(method.flops(rows, cols, steps) / rates.flops[method.dtype], moved / rates.memory)
+
+    def _kernel(self, dtype: str, rows: int, cols: int) -> Kernel | None:
+        if rows % KERNEL_SIDES or cols % KERNEL_SIDES:
+            return None
+        fitting = [kernel for kernel in self.kernels if kernel.dtype == dtype and kernel.rows <= min(rows, cols)]
+        return max(fitting, key=lambda kernel: kernel.rows, default=None)
+
+    def _reason(self, best: Method, seconds: Mapping[Method, float]) -> str:
+        if len(seconds) == 1 and self.algorithm != "auto":
+            return ""
+        rest = {str(method): time for method, time in seconds.items() if method != best}
+        if not rest:
+            return f"alone safe on {self.rates.name} for this shape"
+        name = min(rest, key=lambda method: rest[method])
+        return f"{rest[name] / seconds[best]:.2f} x as fast on {self.rates.name} as {name}"
+
+
+def with_margin(methods: Sequence[Method], steps: Coefficients) -> list[Method]:
+    """The methods whose rounding keeps the steps from diverging. Raises OptionError if there are none."""
+    safe = [method for method in methods if has_margin(steps, torch.finfo(DTYPES[method.dtype]).eps)]
+    if not safe:
+        dtype = methods[0].dtype
+        other = "choose a named set" if dtype == "float32" else "compute in float32 (ns_dtype) by 'standard'"
+        raise OptionError(
+            "ns_coefficients",
+            f"has no margin for rounding in {dtype}: singular values grow above {LARGEST:g}, and diverge; divide the "
+            f"(a, b, c) of every step except the last by (s, s**3, s**5) with s = 1.02, or {other}",
+        )
+    return safe
+
+
+def restarts(steps: int) -> tuple[int, ...]:
+    """The Gram iteration restarts before every second step, without a last run of a single step."""
+    # Longer runs lose small singular values: with DeepSeek-V4's ten steps, runs of four in float16 have more error than
+    # the standard iteration in bfloat16.
+    return tuple(range(2, steps - 1, 2))

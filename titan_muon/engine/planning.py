@@ -1,0 +1,174 @@
+"""The question to a planner, and the parts that every answer has: matrices, tasks and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
+
+from ..options import MuonOptions
+from .layout.intervals import Geometries
+from .layout.pieces import Pieces, Ranks, assemblies
+from .layout.types import Bucket, Matrix, Parameter, Plan
+from .layout.work import Elements, Work, WorkOf
+from .program.patterns import PATTERNS
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The parameters of a step, equal on every rank.
+
+    `kept`: present state ranks by name, if not all holders.
+    """
+
+    parameters: Sequence[Parameter]
+    work_of: WorkOf
+    options: MuonOptions
+    elements: Elements
+    kept: Mapping[str, Ranks] = field(default_factory=dict)
+
+
+Planner = Callable[[PlanRequest], Plan]
+"""Equal requests give equal plans. Raises OptionError for options that contradict each other."""
+
+
+class Task(NamedTuple):
+    """A matrix for a rank of `groups[group]`, with the cost."""
+
+    matrix: int
+    group: int
+    flops: int
+    bytes: int
+    layer: str
+
+
+Groups = Sequence[Ranks]
+OwnerOf = dict[tuple[int, int], int]
+"""Owner by (matrix, group)."""
+
+
+class Tasks(NamedTuple):
+    """The matrices of a plan by their ranks.
+
+    Attributes:
+        local: for each matrix, the ranks that store and orthogonalize all of the matrix.
+        tasks: for each remaining matrix, one for each assembling group.
+        load: local FLOPs of each rank.
+    """
+
+    local: tuple[Ranks, ...]
+    tasks: tuple[Task, ...]
+    groups: tuple[Ranks, ...]
+    load: Mapping[int, int]
+
+
+def matrices_of(
+    parameters: Sequence[Parameter], geometries: Geometries, work_of: WorkOf
+) -> tuple[tuple[Matrix, ...], tuple[Work, ...]]:
+    """The matrices of all parameters, and their different works."""
+    matrices = []
+    works: dict[Work, int] = {}
+    for number, parameter in enumerate(parameters):
+        # A parameter may have hundreds of equal experts.
+        work_at: dict[tuple[int, int], tuple[int, int]] = {}
+        for index in range(len(parameter.stack.matrices)):
+            shape = geometries[number].shape(index)
+            if shape not in work_at:
+                work = work_of(number, *shape)
+                work_at[shape] = work.flops, works.setdefault(work, len(works))
+            matrices.append(Matrix(number, index, *shape, *work_at[shape]))
+    return tuple(matrices), tuple(works)
+
+
+def tasks_of(
+    parameters: Sequence[Parameter],
+    geometries: Geometries,
+    matrices: Sequence[Matrix],
+    works: Sequence[Work],
+    options: MuonOptions,
+) -> Tasks:
+    """The ranks that store each matrix whole, or else the groups of ranks that assemble the matrix."""
+    groups: dict[Ranks, int] = {}
+
+    @cache
+    def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
+        """By matrix: local ranks, and numbers of the assembling groups."""
+        assembled = assemblies(geometries.shared[geometry], split)
+        return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
+
+    split = PATTERNS[options.exchange].has_owners and options.replicas != "redundant"
+    local, tasks, load = list[Ranks](), list[Task](), dict[int, int]()
+    for number, matrix in enumerate(matrices):
+        ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
+        local.append(ranks)
+        for rank in ranks:
+            load[rank] = load.get(rank, 0) + matrix.flops
+        for group in assembled_by:
+            work = works[matrix.work]
+            size = matrix.numel * work.wire_bytes + work.state_bytes
+            tasks.append(Task(number, group, matrix.flops, size, parameters[matrix.parameter].layer))
+    return Tasks(tuple(local), tuple(tasks), tuple(groups), load)
+
+
+def has_replicas(tasks: Sequence[Task], groups: Groups, pieces: Pieces) -> bool:
+    """Whether a group has several replicas of a matrix."""
+    kinds = {(pieces.kinds[task.matrix], task.group) for task in tasks}
+    return any(len(pieces.replicas(kind, groups[group])) > 1 for kind, group in kinds)
+
+
+def by_group(tasks: Sequence[Task], groups: Groups) -> list[tuple[int, list[Task]]]:
+    """Tasks by group, small groups first."""
+    by_index: dict[int, list[Task]] = {}
+    for task in tasks:
+        by_index.setdefault(task.group, []).append(task)
+    return sorted(by_index.items(), key=lambda item: (len(groups[item[0]]), -item[0]))
+
+
+def buckets_of(
+    exchange: str,
+    rounds: Sequence[Sequence[Task]],
+    owners: OwnerOf | None,
+    groups: Groups,
+    pieces: Pieces,
+    works: Sequence[Work],
+) -> tuple[Bucket, ...]:
+    """The buckets of rounds. `owners`: None if every holder orthogonalizes."""
+    buckets = []
+    for number, tasks in enumerate(rounds):
+        # A collective moves elements of one size.
+        alike: dict[tuple[int, int], list[int]] = {}
+        for task in tasks:
+            wire_bytes = works[pieces.matrices[task.matrix].work].wire_bytes
+            alike.setdefault((task.group, wire_bytes), []).append(task.matrix)
+        for (group, _), listed in sorted(alike.items()):
+            ranks = () if owners is None else tuple(owners[matrix, group] for matrix in listed)
+            buckets.append(Bucket(exchange, groups[group], tuple(listed), ranks, number))
+    return tuple(buckets)
+
+
+def in_order(bucket: Bucket, pieces: Pieces, eligible: Mapping[int, Ranks]) -> Bucket:
+    """The bucket with its matrices in order, where each owner has neighbours of its matrices of equal cost.
+
+    `eligible`: the possible owners of a matrix, if fewer than the group.
+    """
+    # Neighbours of a stack with one owner travel as one piece. The cost of each rank stays.
+    owners, equal = dict(zip(bucket.matrices, bucket.owners, strict=False)), dict[Hashable, list[int]]()
+    for matrix in sorted(bucket.matrices):
+        equal.setdefault((pieces.kinds[matrix], eligible.get(matrix)), []).append(matrix)
+    for alike in equal.values() if owners else ():
+        owners.update(zip(alike, sorted(owners[matrix] for matrix in alike), strict=True))
+    matrices = tuple(sorted(bucket.matrices))
+    return replace(bucket, matrices=matrices, owners=tuple(owners[matrix] for matrix in matrices if owners))
+
+
+def separate_reasons(parameters: Sequence[Parameter]) -> Iterator[str]:
+    """Notes on names that several tensors have."""
+    texts = {
+        True: "plain tensors that differ between ranks; each rank orthogonalizes its own",
+        False: "separate tensors on separate meshes; each mesh orthogonalizes its own, with momentum on all its ranks",
+    }
+    for plain, text in texts.items():
+        if names := [p.fqn for p in parameters if p.separate and p.plain == plain]:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            yield f"{', '.join(names[:5])}{more}: {text}"

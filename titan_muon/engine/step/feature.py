@@ -1,0 +1,116 @@
+"""The interface of optional features of a step, and the loops over the features that are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...options import MuonOptions, OptionError
+from ..state.matrix_states import MatrixStates
+from ..tensors.process_groups import without_groups
+from .algorithm import Algorithm, PlanContext
+from .rank import Rank
+from .step import Hook, MuonStep, Offload, Overlap, UpdateMask
+from .views import build_views
+
+
+class LateUpdates(Overlap, Protocol):
+    """An overlap between steps. `holds_memory`: whether buffers are in use between steps."""
+
+    @property
+    def holds_memory(self) -> bool: ...
+    def attach(self, rank: Rank) -> None: ...
+    def ready(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+class HostTensors(Offload, Protocol):
+    """Tensors on the host between steps."""
+
+    def synchronize(self) -> None: ...
+
+
+class Feature:
+    """An optional behaviour of a step. A feature that is off is not in the list, and its file is not imported.
+
+    The engine calls each method of all features, in the order of the list, on every rank alike.
+    """
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for options, parameters or a plan that the feature cannot use."""
+
+    def overlap(self) -> LateUpdates | None:
+        """What ends the late buckets of a step, once for an optimizer. None: the step."""
+        return None
+
+    def decorate(self, parts: StepParts) -> None:
+        """Before the views are made: decorate the algorithm, add states and hooks."""
+
+    def build(self, parts: StepParts, before: StepParts | None) -> None:
+        """After the views are made: replace views and mask, add hooks. `before`: for earlier storage of the plan."""
+
+
+FeaturesOf = Callable[[MuonOptions, Algorithm], Sequence[Feature]]
+"""The features that are on."""
+
+
+class StepParts:
+    """A rank's step, made with the features that are on.
+
+    `workspace`, `offload`: memory of assembled matrices, and the tensors on the host, if any.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        algorithm: Algorithm,
+        states: MatrixStates,
+        overlap: LateUpdates | None,
+        features: Sequence[Feature],
+        before: StepParts | None,
+    ) -> None:
+        self.rank, self.algorithm, self.states = rank, algorithm, states
+        self.hooks, self.mask = list[Hook](), UpdateMask(rank.report)
+        self.offload: HostTensors | None = None
+        for feature in features:
+            feature.decorate(self)
+        self.views, self.workspace, flags = build_views(rank, algorithm.whole, self.states)
+        for feature in features:
+            feature.build(self, before)
+        rank.report.watch(flags)
+        seams = self.algorithm, self.mask, overlap, self.offload, self.hooks
+        self.step = MuonStep(rank.program, self.views, rank.exchange, rank.report, *seams)
+
+
+def check_plan(context: PlanContext, algorithm: Algorithm, features_of: FeaturesOf) -> None:
+    """Raise OptionError if an algorithm or a feature cannot run a plan. Equal on all ranks."""
+    parts: dict[Algorithm, list[int]] = {}
+    for number in range(len(context.named)):
+        parts.setdefault(algorithm.for_parameter(number), []).append(number)
+    for part, numbers in parts.items():
+        own = context.part(part.options.algorithm, numbers)
+        checks = [feature.check for feature in features_of(own.options, part)]
+        for check in (*checks, _check_owned, part.check):
+            check(own)
+    _check_travels(context)
+
+
+def _check_owned(context: PlanContext) -> None:
+    """Raise OptionError for `state = "owner"` with an owned parameter."""
+    for fqn, tensor in context.named if context.options.state == "owner" else ():
+        if without_groups(tensor):
+            problem = f"{fqn} is owned, and its momentum is on its owner alone already"
+            raise OptionError("state", f'= "owner": {problem}; set "replicated"')
+
+
+def _check_travels(context: PlanContext) -> None:
+    """Raise OptionError for options of the exchange if owned parameters leave nothing to exchange."""
+    owned = [fqn for fqn, tensor in context.named if without_groups(tensor)]
+    for name in ("overlap", "exchange") if owned and not context.plan.buckets else ():
+        value, default = getattr(context.options, name), getattr(MuonOptions(), name)
+        if value != default:
+            raise OptionError(
+                name,
+                f"= {value!r} has no effect: the owner of an owned parameter stores the whole matrix "
+                f"({', '.join(owned[:5])}), and no other matrix travels; set {default!r}",
+            )

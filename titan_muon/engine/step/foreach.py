@@ -1,0 +1,356 @@
+"""The foreach calls of a step, with views that are made once."""
+
+# [Note: neighbours]
+# - The host takes some microseconds for each tensor of a list, and thousands of experts are pieces of a few parameters.
+# - Two matrices of a stack with the same owner are neighbours in the storage and in the buffer. Element-wise work takes
+#   them as one piece. Reports, and stages that keep values by matrix, have a piece for each matrix.
+# - An owner gets equal pieces from each rank, so their distances in the buffer and in the matrices are equal: between
+#   the matrices of a rank, and between the ranks. The rank's own pieces are elsewhere in the buffers.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ..layout.intervals import Span
+from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
+from ..tensors.storage import Storage
+from .gradients import StepGradients
+from .rank import Rank
+from .rounding import RoundedTogether, chunk_of, memory_bytes
+
+ALIGNMENT = 64
+"""Bytes, for different dtypes and vectorized kernels."""
+CPU_BYTES = 2**15
+"""Limit for several tensors in a call on a CPU: the L1 cache."""
+
+
+def call_bytes(device: str) -> int:
+    """Limit on the wide elements of several tensors in a call."""
+    return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
+
+
+class Rectangle(NamedTuple):
+    """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view. `matrix`: index in the plan."""
+
+    parameter: int
+    place: tuple[slice, slice] | slice | None  # A single slice takes half the time to index.
+    matrix: int = -1
+
+    def of(self, stored: Tensor | None) -> Tensor:
+        assert stored is not None, "a gradient is released after its last piece is packed"
+        return stored if self.place is None else stored[self.place]
+
+    def of_momentum(self, storage: Storage) -> Tensor:
+        """The rectangle of the momentum, which may hold only some rows of the parameter, or none."""
+        if storage.momentum.size(0) in (storage.param.size(0), 0):
+            return self.of(storage.momentum)
+        rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
+        assert rows is not None, "a holder of all rows of a parameter keeps the whole momentum"
+        first = storage.first_row
+        return storage.momentum[slice(rows.start - first, rows.stop - first, rows.step), cols]
+
+    def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
+        """Parts of at most `most` rows, each with its rows in the rectangle."""
+        if count <= most:
+            yield self, slice(None)
+            return
+        rows, cols = self.place if isinstance(self.place, tuple) else (self.place or slice(0, count), None)
+        step = rows.step or 1
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            part = slice(rows.start + start * step, min(rows.start + stop * step, rows.stop), rows.step)
+            yield self._replace(place=part if cols is None else (part, cols)), slice(start, stop)
+
+    @property
+    def rows(self) -> Rectangle:
+        return self._replace(place=self.place[0]) if isinstance(self.place, tuple) else self
+
+    @property
+    def start(self) -> int:
+        place = self.rows.place
+        return place.start if isinstance(place, slice) else 0
+
+
+def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
+    """The rectangle of a span in (rows, cols) storage."""
+    rows, cols = span.local
+    # With steps, because interleaved matrices span all rows.
+    if cols != slice(0, stored.size(1)):
+        return Rectangle(parameter, span.local)
+    return Rectangle(parameter, None if rows == slice(0, stored.size(0)) else rows)
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class MomentumCall:
+    """Rectangles whose momentum changes in one call. `packed`: views for the input of Newton-Schulz, or empty."""
+
+    group: Mapping[str, Any]
+    parts: tuple[Rectangle, ...]
+    momentum: tuple[Tensor, ...]
+    packed: tuple[Tensor, ...]
+
+    def grads(self, gradients: StepGradients) -> list[Tensor]:
+        grads = [(gradients.grads[part.parameter], part.place) for part in self.parts]
+        # None of these is released before its last call.
+        return [grad if place is None else grad[place] for grad, place in grads]  # type: ignore[index, misc]
+
+    def split(self, kind: Callable[[Rectangle], K]) -> dict[K, MomentumCall]:
+        calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "momentum", "packed")
+        for value in dict.fromkeys(kinds):
+            calls[value] = replace(self, **_selected(self, names, [k == value for k in kinds]))
+        return calls
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
+
+    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds parameters stochastically. Both are in
+    `memory`, which is allocated only during a call, with `scratch_bytes`.
+    """
+
+    group: Mapping[str, Any]
+    out_in: tuple[int, int]
+    parts: tuple[Rectangle, ...]
+    params: tuple[Tensor, ...]
+    updates: tuple[Tensor, ...]
+    memory: UntypedStorage
+    scratch: tuple[Tensor, ...] = ()
+    scratch_bytes: int = 0
+    chunk: RoundedTogether | None = None
+
+    def with_current_group(self) -> UpdateCall:
+        # Clone, because a scheduler changes a tensor learning rate in place.
+        kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
+        copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
+        return replace(self, group=copied)
+
+    def without(self, parameters: Collection[int]) -> UpdateCall:
+        kept = [part.parameter not in parameters for part in self.parts]
+        chunk = None if self.chunk is None else self.chunk.only(kept)
+        return replace(self, **_selected(self, ("parts", "params", "updates", "scratch"), kept), chunk=chunk)
+
+
+def without_parameters(calls: Iterable[UpdateCall], parameters: Collection[int]) -> Iterator[UpdateCall]:
+    """The calls without these parameters."""
+    for call in calls:
+        remaining = call.without(parameters) if parameters else call
+        if remaining.params:
+            yield remaining
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies in one foreach call."""
+
+    targets: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
+        listed = tuple(pairs)
+        return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
+
+    def run(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
+class StoredPiece(NamedTuple):
+    """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
+
+    `out_in`: of the whole matrix. `key`: see [Note: draws].
+    """
+
+    matrix: int
+    parameter: int
+    out_in: tuple[int, int]
+    cols: int
+    key: int
+    spans: tuple[Span, ...]
+    view: Tensor | None
+
+
+def joined(pieces: Iterable[StoredPiece]) -> list[StoredPiece]:
+    """The pieces, with neighbours in the rows of a parameter and in the buffer as one piece of the first matrix."""
+    result: list[StoredPiece] = []
+    for piece in pieces:
+        both = _both(result[-1], piece) if result else None
+        if both is None:
+            result.append(piece)
+        else:
+            result[-1] = both
+    return result
+
+
+def _both(first: StoredPiece, second: StoredPiece) -> StoredPiece | None:
+    """One piece of two, or None if they are no neighbours."""
+    # The factor on the learning rate depends on the shape.
+    alike = (first.parameter, first.out_in) == (second.parameter, second.out_in)
+    if not alike or len(first.spans) > 1 or len(second.spans) > 1:
+        return None
+    (rows, cols), (next_rows, next_cols) = first.spans[0].local, second.spans[0].local
+    if rows.step or next_rows.step or cols != next_cols or rows.stop != next_rows.start:
+        return None
+    height, width = next_rows.stop - rows.start, first.spans[0].piece[1].stop
+    view = None
+    if first.view is not None and second.view is not None:
+        if second.view.storage_offset() != first.view.storage_offset() + first.view.numel():
+            return None
+        view = first.view.as_strided((height, width), (width, 1))
+    elif first.view is not None or second.view is not None:
+        return None
+    start = first.spans[0].whole
+    span = Span(
+        (slice(rows.start, next_rows.stop), cols),
+        (slice(start[0].start, start[0].start + height), start[1]),
+        (slice(0, height), slice(0, width)),
+    )
+    return first._replace(spans=(span,), view=view)
+
+
+class Placed(NamedTuple):
+    """A rectangle of a piece, and its part of the piece's `view`. `first`: count of the first draw."""
+
+    part: Rectangle
+    view: Tensor | None
+    first: int
+    out_in: tuple[int, int]
+
+
+def momentum_calls(pieces: Iterable[StoredPiece], rank: Rank) -> tuple[MomentumCall, ...]:
+    """The momentum calls of these pieces."""
+    numbers, device = group_numbers(rank), rank.device.type
+    placed = [
+        (item, item.part.of_momentum(rank.storage[piece.parameter]))
+        for piece in pieces
+        for item in _rectangles(piece, rank.storage[piece.parameter], WIDE_BYTES, device)
+    ]
+    calls = grouped(
+        placed,
+        lambda item: (numbers[item[0].part.parameter], item[1].dtype, item[0].view is None),
+        call_bytes(device),
+        lambda item: WIDE_BYTES * item[1].numel(),
+    )
+    return tuple(
+        MomentumCall(
+            rank.params[items[0][0].part.parameter].group,
+            tuple(item.part for item, _ in items),
+            tuple(momentum for _, momentum in items),
+            tuple(item.view for item, _ in items if item.view is not None),
+        )
+        for items in calls
+    )
+
+
+def update_calls(pieces: Iterable[StoredPiece], rank: Rank, scratch: Tensor) -> tuple[UpdateCall, ...]:
+    """The update calls of these pieces. `scratch`: memory of all calls."""
+    numbers, device, storage = group_numbers(rank), rank.device.type, rank.storage
+    draws = [rank.rounds(parameter) for parameter in range(len(storage))]
+    placed = [
+        (item, item.part.of(storage[piece.parameter].param))
+        for piece in pieces
+        for item in _rectangles(
+            piece,
+            storage[piece.parameter],
+            ROUNDING_BYTES if draws[piece.parameter] else storage[piece.parameter].param.element_size(),
+            device,
+        )
+    ]
+    calls = grouped(
+        placed,
+        lambda item: (numbers[item[0].part.parameter], item[0].out_in, item[1].dtype),
+        call_bytes(device),
+        lambda item: memory_bytes(item[1]) if draws[item[0].part.parameter] else slot_bytes(item[1]),
+    )
+    return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].part.parameter]) for items in calls)
+
+
+def scratch_bytes(rank: Rank) -> int:
+    """Bytes of `scratch` for any call."""
+    row_bytes = [(memory_bytes if rank.rounds(i) else slot_bytes)(s.param[:1]) for i, s in enumerate(rank.storage)]
+    return max(call_bytes(rank.device.type), chunk_bytes(rank.device.type), *row_bytes)
+
+
+def _rectangles(piece: StoredPiece, storage: Storage, element_bytes: int, device: str) -> Iterator[Placed]:
+    """Cuts a piece into rectangles of at most `chunk_bytes`."""
+    # Rectangles with the same rows get the same height.
+    most = max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
+    for span in piece.spans:
+        whole = rectangle_of(piece.parameter, span, storage.param)._replace(matrix=piece.matrix)
+        view = None if piece.view is None else piece.view[span.piece]
+        first = piece.key + span.whole[0].start * piece.cols + span.whole[1].start
+        height, width = (side.stop - side.start for side in span.piece)
+        for part, rows in whole.in_rows(height, most):
+            yield Placed(part, None if view is None else view[rows], first + (rows.start or 0) * width, piece.out_in)
+
+
+def _update_call(rank: Rank, items: Sequence[tuple[Placed, Tensor]], scratch: Tensor, *, draws: bool) -> UpdateCall:
+    places, params = zip(*items, strict=True)
+    updates = tuple(place.view for place in places if place.view is not None)
+    assert len(updates) == len(params), "every stored piece is returned"
+    parts, group = tuple(place.part for place in places), rank.params[places[0].part.parameter].group
+    call = UpdateCall(group, places[0].out_in, parts, params, updates, scratch.untyped_storage())
+    if draws:
+        chunk = chunk_of([param.shape for param in params], [place.first for place in places], scratch)
+        return replace(call, scratch_bytes=chunk.memory.nbytes, chunk=chunk)
+    dtype, update_dtype = params[0].dtype, updates[0].dtype
+    # Wider updates need no conversion: the sum is rounded once.
+    widens = dtype != update_dtype and torch.promote_types(dtype, update_dtype) == dtype
+    wide = tuple(carved(scratch, params)) if widens else ()
+    return replace(call, scratch=wide, scratch_bytes=sum(map(slot_bytes, wide)))
+
+
+def slot_bytes(tensor: Tensor) -> int:
+    """Bytes with alignment."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of a slot with the shapes and dtypes of the tensors."""
+    start = 0
+    for tensor in tensors:
+        yield slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += slot_bytes(tensor)
+
+
+def group_numbers(rank: Rank) -> list[int]:
+    """A number for the group of each parameter. Parameters of one group are neighbours."""
+    # By identity, because a scheduler may change hyperparameters.
+    numbers: list[int] = []
+    for before, group in pairwise((None, *(trained.group for trained in rank.params))):
+        last = numbers[-1] if numbers else -1
+        numbers.append(last if group is before else last + 1)
+    return numbers
+
+
+T = TypeVar("T")
+
+
+def grouped(
+    items: Iterable[T], kind: Callable[[T], Hashable], limit: float, bytes_of: Callable[[T], int]
+) -> Iterator[list[T]]:
+    """Lists of items of one kind, of at most `limit` bytes or a single item."""
+    waiting: dict[Hashable, list[T]] = {}
+    sizes: dict[Hashable, int] = {}
+    for item in items:
+        key, size = kind(item), bytes_of(item)
+        if key in waiting and sizes[key] + size > limit:
+            yield waiting.pop(key)
+        sizes[key] = size + (sizes[key] if key in waiting else 0)
+        waiting.setdefault(key, []).append(item)
+    yield from waiting.values()
+
+
+def _selected(call: MomentumCall | UpdateCall, names: Iterable[str], kept: Sequence[bool]) -> dict[str, Any]:
+    """Each named field, without the entries where `kept` is false. An empty field stays empty."""
+    return {name: tuple(compress(getattr(call, name), kept)) for name in names}

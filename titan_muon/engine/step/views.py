@@ -1,0 +1,328 @@
+"""The tensors of a bucket's calls: every tensor of a step except gradients, as views that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from ..exchange.buffers import BucketBuffers, BufferPiece, StepMemory
+from ..faults.faults import Fault
+from ..faults.report import FlagList, Flags
+from ..layout.intervals import Span, spans
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, prepared
+from ..program.program import batches
+from ..state.matrix_states import MatrixStates
+from .foreach import (
+    Copies,
+    MomentumCall,
+    StoredPiece,
+    UpdateCall,
+    group_numbers,
+    joined,
+    momentum_calls,
+    scratch_bytes,
+    update_calls,
+)
+from .rank import Rank
+from .rounding import draw_key
+
+NO_COPIES = Copies((), ())
+FEWER = 8
+"""A strided copy takes a launch of its own, and a launch takes the host as long as 8 tensors in a list."""
+
+Pair = tuple[Tensor, Tensor]
+"""(rows, cols) view of a buffer, and the view of assembled matrices to copy from or to."""
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Matrices of a batch with one parameter group and orientation.
+
+    Attributes:
+        first: place of the first matrix in the batch.
+        keys: by matrix, a number that is equal in every plan; consecutive in a stack.
+        states: by name, a tensor for each matrix.
+    """
+
+    whole: Tensor
+    group: Mapping[str, Any]
+    transposed: bool
+    first: int
+    keys: tuple[int, ...]
+    states: Mapping[str, Sequence[Tensor]]
+
+    def stacked(self) -> dict[str, Tensor]:
+        """(count, ...) states. A single state, which may be as large as a matrix, is a view."""
+        return {
+            name: torch.stack(list(states)) if len(states) > 1 else states[0][None]
+            for name, states in self.states.items()
+        }
+
+    def store(self, stacked: Mapping[str, Tensor]) -> None:
+        for name, states in self.states.items():
+            if len(states) > 1:
+                torch._foreach_copy_(list(states), list(stacked[name].unbind()))
+
+
+@dataclass(eq=False)
+class Batch:
+    """Matrices of one shape, orthogonalized together.
+
+    Attributes:
+        whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
+        parameters: (count,) parameter indices.
+        broken: (count,) bool, flags of matrices that are not finite.
+        place: of the first matrix among the rank's batches.
+        iterate: Newton-Schulz by `iteration` and `method`, as `orthogonalize.prepared`.
+        parts: by parameter group, if the algorithm needs whole matrices or has states.
+    """
+
+    matrices: tuple[int, ...]
+    whole: Tensor
+    parameters: tuple[int, ...]
+    broken: Tensor
+    place: int
+    iteration: Iteration
+    method: Method
+    iterate: Callable[..., Tensor]
+    parts: tuple[BatchPart, ...]
+
+    def norms(self) -> Tensor:
+        return frobenius_norms(self.whole, DTYPES[self.method.dtype])
+
+    def orthogonalize(self, norms: Tensor) -> None:
+        """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
+        self.iterate(self.whole, norms=norms, out=self.whole)
+
+
+@dataclass(frozen=True)
+class BucketViews:
+    """The calls of a bucket.
+
+    Attributes:
+        index: of the bucket in the program.
+        gathers: on the parts that this rank stores, before the gather.
+        batches: copies of gathered pieces into whole matrices, the matrices, and copies of results into pieces.
+        updates: on the parts that this rank stores, after the return.
+        cleared: buffer to zero before splitting results, or None.
+        releases: parameters to release after packing.
+    """
+
+    index: int
+    gathers: tuple[MomentumCall, ...]
+    batches: tuple[tuple[Copies, Batch, Copies], ...]
+    updates: tuple[UpdateCall, ...]
+    cleared: Tensor | None
+    releases: tuple[int, ...]
+
+
+def build_views(
+    rank: Rank,
+    whole: bool,
+    states: MatrixStates,
+) -> tuple[tuple[BucketViews, ...], StepMemory, Flags]:
+    """The views of a rank's buckets, the memory that assembled matrices share, and flags for `FaultReport.watch`.
+
+    `whole`, `states`: of the algorithm; states by matrix and name.
+    """
+    builder = _Builder(rank, whole, states)
+    with rank.buffers.memory.held():
+        buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
+    builder.scratch.untyped_storage().resize_(0)
+    memory = StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
+    return buckets, memory, builder.flags.flags()
+
+
+class _Builder:
+    """`batches`: the matrices of each batch, by bucket."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        whole: bool,
+        states: MatrixStates,
+    ) -> None:
+        self.rank, self.states, self.whole = rank, states, whole
+        matrices, device = rank.plan.matrices, rank.device
+        self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
+        sizes = [
+            len(batch) * matrices[batch[0]].numel * dtype.itemsize
+            for run, dtype in zip(self.batches, rank.buffers.dtypes, strict=True)
+            for batch in run
+        ]
+        self.workspace = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+        self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
+        self.numbers = group_numbers(rank)
+        self.place = 0
+        self.flags = FlagList(sum(len(batch) for run in self.batches for batch in run), device)
+        self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
+
+    def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
+        rank, dtype = self.rank, self.rank.buffers.dtypes[index]
+        made = [self.batch(matrices, dtype) for matrices in run]
+        buffers, parameters = rank.buffers.buckets[index], rank.plan.parameters
+        if buffers is None:
+            # Local matrices are packed straight into the workspace.
+            (batch,) = made
+            stored = zip(rank.program.buckets[index].stored, batch.whole, strict=True)
+            pieces = [self.piece(parcel.matrix, spans(parcel.piece), view) for parcel, view in stored]
+            return BucketViews(
+                index,
+                momentum_calls(self.joined(pieces), rank),
+                ((NO_COPIES, batch, NO_COPIES),),
+                update_calls(self.joined(pieces, draws=True), rank, self.scratch),
+                None,
+                self.releases[index],
+            )
+        pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
+        packed = [
+            piece._replace(view=view)
+            for piece in pieces
+            # Replicas that do not send still update their momentum, unless state = "owner".
+            if (view := buffers.packed.get(piece.matrix)) is not None or not parameters[piece.parameter].state_ranks
+        ]
+        return BucketViews(
+            index,
+            momentum_calls(self.joined(packed), rank),
+            tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made),
+            update_calls(self.joined(pieces, draws=True), rank, self.scratch),
+            buffers.cleared,
+            self.releases[index],
+        )
+
+    def batch(self, matrices: tuple[int, ...], dtype: torch.dtype) -> Batch:
+        rank, planned = self.rank, self.rank.plan.matrices
+        first = planned[matrices[0]]
+        memory = self.workspace[: len(matrices) * first.numel * dtype.itemsize].view(dtype)
+        whole = memory.view(len(matrices), first.rows, first.cols)
+        parameters = [planned[matrix].parameter for matrix in matrices]
+        iteration, method = rank.iterations[first.parameter], rank.methods[first.work]
+        batch = Batch(
+            matrices,
+            whole,
+            tuple(parameters),
+            self.flags.taken(parameters, Fault.NOT_FINITE),
+            self.place,
+            iteration,
+            method,
+            prepared(iteration, method),
+            tuple(self.parts(matrices, whole)),
+        )
+        self.place += len(matrices)
+        return batch
+
+    def parts(self, matrices: tuple[int, ...], whole: Tensor) -> Iterator[BatchPart]:
+        planned, start = self.rank.plan, 0
+
+        def kind(matrix: int) -> tuple[int, bool]:
+            parameter = planned.matrices[matrix].parameter
+            return self.numbers[parameter], planned.parameters[parameter].stack.transposed
+
+        for (_, transposed), same in groupby(matrices, key=kind):
+            members = list(same)
+            held = [self.states[matrix] for matrix in members if matrix in self.states]
+            if held or self.whole:
+                states = {name: [state[name] for state in held] for name in held[0]} if held else {}
+                group = self.rank.params[planned.matrices[members[0]].parameter].group
+                keys = tuple(map(self.key, members))
+                yield BatchPart(whole[start : start + len(members)], group, transposed, start, keys, states)
+            start += len(members)
+
+    def key(self, number: int) -> int:
+        matrix = self.rank.plan.matrices[number]
+        return crc32(self.rank.plan.parameters[matrix.parameter].fqn.encode()) + matrix.index
+
+    def piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
+        plan = self.rank.plan
+        matrix = plan.matrices[number]
+        fqn = plan.parameters[matrix.parameter].fqn
+        key = draw_key(fqn, matrix.index) if self.rank.rounds(matrix.parameter) else 0
+        return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
+
+    def joined(self, pieces: Sequence[StoredPiece], *, draws: bool = False) -> Sequence[StoredPiece]:
+        """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
+        drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
+        return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
+
+
+def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """Gathered pieces into whole matrices."""
+    return Copies.of((whole, source) for source, whole in strided(_parts_of(batch, buffers.sources)))
+
+
+def _splitting(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """Orthogonalized matrices into the pieces to return."""
+    return Copies.of(strided(_parts_of(batch, buffers.targets)))
+
+
+def _parts_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of the pieces of each matrix, and their places in the batch."""
+    for place, matrix in enumerate(batch.matrices):
+        for piece in pieces[matrix]:
+            for span in piece.spans:
+                yield piece.view[span.piece], batch.whole[place][span.whole]
+
+
+def strided(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs, or far fewer pairs with further dims that copy the same elements."""
+    listed = sorted(pairs, key=lambda pair: pair[0].storage_offset())
+    # The matrices of a rank, then the ranks.
+    fewer = _at_equal_distances(_at_equal_distances(listed))
+    return [_in_words(pair) for pair in fewer] if FEWER * len(fewer) <= len(listed) else listed
+
+
+def _at_equal_distances(pairs: Sequence[Pair]) -> list[Pair]:
+    """Each run of equal views at equal distances as a pair of views with a further dim."""
+    result, start = list[Pair](), 0
+    while start < len(pairs):
+        stop, distances = start + 1, _distances(pairs[start : start + 2])
+        while distances and _distances(pairs[stop : stop + 2]) == distances:
+            stop += 1
+        stop += bool(distances)
+        result.append(_repeated(pairs[start], stop - start, distances) if distances else pairs[start])
+        start = stop
+    return result
+
+
+def _distances(pairs: Sequence[Pair]) -> tuple[int, ...]:
+    """From a pair to the next, in elements of both views; empty without a next pair of equal views."""
+    if len(pairs) < 2:
+        return ()
+    distances = tuple(after.storage_offset() - before.storage_offset() for before, after in zip(*pairs, strict=True))
+    equal = all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in zip(*pairs, strict=True))
+    return distances if equal and min(distances) > 0 else ()
+
+
+def _repeated(pair: Pair, count: int, distances: tuple[int, ...]) -> Pair:
+    one, other = (
+        view.as_strided((count, *view.shape), (distance, *view.stride()))
+        for view, distance in zip(pair, distances, strict=True)
+    )
+    return one, other
+
+
+def _in_words(pair: Pair) -> Pair:
+    """The pair as 8-byte integers, if they are aligned: a strided copy on a GPU moves an element for each thread."""
+    words = 8 // pair[0].element_size()
+    for view in pair:
+        *far, near = view.stride()
+        if near != 1 or any(number % words for number in (view.size(-1), view.storage_offset(), *far)):
+            return pair
+    return pair[0].view(torch.int64), pair[1].view(torch.int64)
+
+
+def _last_packed(rank: Rank) -> list[tuple[int, ...]]:
+    """By bucket, the parameters whose last piece the bucket packs."""
+    last: dict[int, int] = {}
+    for bucket in dict.fromkeys(bucket for _, bucket in rank.program.acts):
+        last.update(dict.fromkeys(sorted(rank.parameters_of(bucket)), bucket))
+    by_bucket: list[list[int]] = [[] for _ in rank.program.buckets]
+    for parameter, bucket in last.items():
+        by_bucket[bucket].append(parameter)
+    return [tuple(parameters) for parameters in by_bucket]

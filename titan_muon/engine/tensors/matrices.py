@@ -1,0 +1,248 @@
+"""The matrices of a parameter, by default or from einops notation, `(g f) d -> g | f d`."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
+from typing import NamedTuple
+
+from einops import EinopsError
+from einops.parsing import ParsedExpression
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...options import Split
+from ..layout.types import Interval, Layout, MatrixRows, MatrixStack, Parameter
+from .dtensor import layer_of, layout_of
+from .names import families
+
+Lengths = Mapping[str, int | Sequence[int]]
+"""A list cuts an axis into parts of different matrices."""
+
+
+def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> MatrixStack:
+    """The matrices of a parameter, by the first split with a matching name.
+
+    Without a split, a 2D parameter is one matrix and a 3D parameter a stack along dim 0 (experts). Raises ValueError
+    for an empty parameter, for a shape without a default, and for a split that does not fit.
+    """
+    split = split_of(fqn, splits)
+    if not has_matrices(fqn, shape, splits):
+        flat = ". FSDP1 and DeepSpeed ZeRO keep flat pieces of matrices: shard the model by fully_shard (FSDP2)"
+        raise ValueError(
+            f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; give it to "
+            f"another optimizer, as titan_muon.Hybrid(model) does, or {split_hint(len(shape))}"
+            f"{flat if len(shape) == 1 else ''}"
+        )
+    whole = "f d -> | f d" if len(shape) == 2 else "e f d -> e | f d"
+    dims, lengths = (whole, {}) if split is None else (split.dims, split.lengths)
+    try:
+        return stack_in(dims, shape, lengths)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: muon.split: dims = {dims!r} {error}") from error
+
+
+def split_hint(ndim: int) -> str:
+    """How to describe the matrices of a parameter without a default."""
+    leading = " ".join(f"b{number}" for number in range(1, ndim - 1))
+    lines = (
+        f", dims = '{leading} f d -> {leading} | f d' for a stack of matrices in the last two dims, or "
+        f"'f {leading} d -> | f ({leading} d)' for one matrix, as of a convolution"
+    )
+    return f"describe its matrices by muon.split{lines if ndim > 3 else ' and dims'}"
+
+
+def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, int]]:
+    """Rows and columns of each matrix of a parameter, as (outputs, inputs)."""
+    shapes = [matrix.shape(prod(shape[stack.row_dims :])) for matrix in stack.matrices]
+    return [(cols, rows) for rows, cols in shapes] if stack.transposed else shapes
+
+
+THINNEST = 16
+"""Side of a matrix below which Newton-Schulz changes little."""
+
+
+def doubts_about(
+    shapes: Mapping[str, Sequence[int]], splits: Sequence[Split], experts: Collection[str] = ()
+) -> Iterator[str]:
+    """Warnings about parameters of Muon by name: thin matrices, and stacks that may be convolutions.
+
+    `experts`: stacks of experts, whatever their names.
+    """
+    stacks = {fqn: stack_of(fqn, shape, splits) for fqn, shape in shapes.items()}
+    sizes = {fqn: f" ({'x'.join(map(str, shape))})" for fqn, shape in shapes.items()}
+    if thin := [f for f in shapes if min(map(min, matrix_shapes(shapes[f], stacks[f]))) < THINNEST]:
+        yield f"{families(thin, sizes)}: a side under {THINNEST}, so that Muon does little for it"
+    unnamed = [f for f in shapes if len(shapes[f]) == 3 and split_of(f, splits) is None and f not in experts]
+    if unnamed := [fqn for fqn in unnamed if "expert" not in fqn.lower()]:
+        yield (
+            f"{families(unnamed)}: taken as a stack of matrices, one for each index of dim 0; for one matrix, as of a "
+            "convolution, write muon.split with dims = 'f b1 d -> | f (b1 d)', and for a stack 'b1 f d -> b1 | f d'"
+        )
+
+
+def has_matrices(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> bool:
+    """Whether a parameter is a matrix, a stack of matrices, or has a split, and is not empty."""
+    return 0 not in shape and (len(shape) in (2, 3) or split_of(fqn, splits) is not None)
+
+
+def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
+    """The first matching split."""
+    return next((split for split in splits if fnmatch.fnmatchcase(fqn, split.match)), None)
+
+
+def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), layout: Layout | None = None) -> Parameter:
+    """The planner's record of a parameter, by default with its own layout."""
+    layout = layout_of(fqn, tensor) if layout is None else layout
+    return Parameter(fqn, layer_of(fqn), layout, stack_of(fqn, tensor.shape, splits), not isinstance(tensor, DTensor))
+
+
+def check_splits(names: Iterable[str], splits: Sequence[Split]) -> None:
+    """Raise ValueError for splits without a matching name."""
+    known = tuple(names)
+    unused = [s.match for s in splits if not any(fnmatch.fnmatchcase(name, s.match) for name in known)]
+    if unused:
+        raise ValueError(f"muon.split: {', '.join(map(repr, unused))} matches no Muon parameter; correct or remove it")
+
+
+@dataclass(frozen=True)
+class Notation:
+    """The axes of each dim of the parameter, of the matrix count, of the rows and of the columns."""
+
+    dims: tuple[tuple[str, ...], ...]
+    count: tuple[str, ...]
+    rows: tuple[str, ...]
+    cols: tuple[str, ...]
+
+
+class IndexRange(NamedTuple):
+    """The `length` indices from `start` on an axis of length `size`."""
+
+    size: int
+    start: int
+    length: int
+
+
+def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
+    """The matrices of a parameter of this shape, by einops notation. Raises ValueError for invalid arguments.
+
+    Axes may have any order within rows and within columns, because orthogonalization commutes with permutations.
+    """
+    notation = parsed(dims)
+    parts = _parts(notation, lengths)
+    sizes = _sizes(notation, shape, {**lengths, **{axis: sum(part) for axis, part in parts.items()}})
+    row_dims, transposed = _sides(notation)
+    choices = [_choices(axis, sizes[axis], parts) for axis in notation.count]
+    matrices = []
+    for number, chosen in enumerate(product(*choices)):
+        ranges = {axis: IndexRange(size, 0, size) for axis, size in sizes.items()} | dict(
+            zip(notation.count, chosen, strict=True)
+        )
+        rows, row_step = _runs([ranges[axis] for dim in notation.dims[:row_dims] for axis in dim])
+        across = [ranges[axis] for dim in notation.dims[row_dims:] for axis in dim]
+        cols, col_step = _runs(across)
+        whole = prod(part.length for part in across) == prod(part.size for part in across)
+        matrices.append(MatrixRows(str(number), rows, None if whole else cols, row_step, 1 if whole else col_step))
+    return MatrixStack(row_dims, tuple(matrices), transposed)
+
+
+def parsed(dims: str) -> Notation:
+    """The notation of `dims`. Raises ValueError if `dims` is malformed."""
+    left, arrow, right = dims.partition("->")
+    count, bar, matrix = right.partition("|")
+    if not arrow or not bar:
+        raise ValueError("has no arrow and bar, as in '(g f) d -> g | f d'")
+    dim_terms, counting, sides = (_expression(part) for part in (left, count, matrix))
+    if len(sides) != 2 or not all(sides):
+        raise ValueError(f"has {len(sides)} terms after the bar; write two, the rows and the columns")
+    left_axes = [axis for term in dim_terms for axis in term]
+    right_axes = [axis for term in (*counting, *sides) for axis in term]
+    for axis in (*left_axes, *right_axes):
+        if left_axes.count(axis) != 1 or right_axes.count(axis) != 1:
+            raise ValueError(f"must have the axis {axis!r} once on each side of the arrow")
+    return Notation(tuple(map(tuple, dim_terms)), tuple(axis for term in counting for axis in term), *map(tuple, sides))
+
+
+def _expression(text: str) -> list[list[str]]:
+    try:
+        parsed_text = ParsedExpression(text)
+    except EinopsError as error:
+        raise ValueError(f"is no einops notation: {error}") from error
+    # A number could be any axis of the other side.
+    if parsed_text.has_ellipsis or parsed_text.has_non_unitary_anonymous_axes:
+        raise ValueError("has a number or dots for an axis; name the axis, and set its length in lengths")
+    return [list(term) for term in parsed_text.composition]
+
+
+def _parts(notation: Notation, lengths: Lengths) -> dict[str, tuple[int, ...]]:
+    """The axes with several lengths."""
+    for axis, length in lengths.items():
+        if not any(axis in dim for dim in notation.dims):
+            raise ValueError(f"has no axis {axis!r}; correct lengths")
+        values = (length,) if isinstance(length, int) else tuple(length)
+        if not values or not all(type(value) is int and value > 0 for value in values):
+            raise ValueError(f"takes for lengths.{axis} a whole number from 1 on, or a list of them, not {length!r}")
+        if not isinstance(length, int) and axis not in notation.count:
+            raise ValueError(f"has several lengths for {axis!r}; only an axis before the bar has parts")
+    return {axis: tuple(length) for axis, length in lengths.items() if not isinstance(length, int)}
+
+
+def _sizes(notation: Notation, shape: Sequence[int], known: Mapping[str, int | Sequence[int]]) -> dict[str, int]:
+    if len(notation.dims) != len(shape):
+        raise ValueError(f"names {len(notation.dims)} dims, and the shape is {tuple(shape)}")
+    sizes: dict[str, int] = {}
+    for axes, size in zip(notation.dims, shape, strict=True):
+        fixed = {axis: length for axis in axes if isinstance(length := known.get(axis), int)}
+        open_axes = [axis for axis in axes if axis not in fixed]
+        rest, over = divmod(size, prod(fixed.values()))
+        if len(open_axes) > 1:
+            raise ValueError(f"leaves the lengths of {', '.join(open_axes)} open; set all but one in lengths")
+        if over or (not open_axes and rest != 1):
+            product_of = ", ".join(f"{axis} = {length}" for axis, length in fixed.items())
+            raise ValueError(f"does not fit the shape {tuple(shape)}: {product_of or '1'} does not fill {size}")
+        sizes |= fixed | dict.fromkeys(open_axes, rest)
+    return sizes
+
+
+def _sides(notation: Notation) -> tuple[int, bool]:
+    """The number of leading dims for one side of the matrices, and whether this side is the columns."""
+    sides_by_dim = [
+        [("rows", "columns")[axis in notation.cols] for axis in dim if axis not in notation.count]
+        for dim in notation.dims
+    ]
+    for number, sides in enumerate(sides_by_dim):
+        if len(set(sides)) > 1:
+            raise ValueError(f"has rows and columns within dim {number}; reshape the parameter")
+    order = [(number, sides[0]) for number, sides in enumerate(sides_by_dim) if sides]
+    first, second = order[0][1], order[-1][1]
+    row_dims = next((number for number, side in order if side != first), 0)
+    if any(side != second for number, side in order if number >= row_dims):
+        # Without a 2D view of the storage, every step would copy the parameter.
+        raise ValueError("has dims of rows between dims of columns, or the other way round; permute the parameter")
+    return row_dims, first == "columns"
+
+
+def _choices(axis: str, size: int, parts: Mapping[str, Sequence[int]]) -> list[IndexRange]:
+    lengths = parts.get(axis, (1,) * size)
+    starts = accumulate(lengths, initial=0)
+    return [IndexRange(size, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def _runs(axes: Sequence[IndexRange]) -> tuple[tuple[Interval, ...], int]:
+    """The indices of these ranges in the flattened axes: intervals and their step."""
+    starts, count, step, stride = [0], 1, 1, 1
+    for size, start, length in reversed(axes):
+        if length == 1:
+            starts = [start * stride + inner for inner in starts]
+        elif count == 1:
+            count, step = length, stride
+            starts = [start * stride + inner for inner in starts]
+        elif len(starts) == 1 and stride == count * step:
+            count, starts = count * length, [start * stride + starts[0]]
+        else:
+            starts = [i * stride + inner for i in range(start, start + length) for inner in starts]
+        stride *= size
+    return tuple(Interval(start, start + (count - 1) * step + 1) for start in starts), step

@@ -1,1 +1,0 @@
-"""Hooks into FSDP2: updates applied in forward, and FSDP2's private parts."""

@@ -1,0 +1,1 @@
+"""Triton kernels, and the measured choices between them."""

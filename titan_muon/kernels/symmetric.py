@@ -1,0 +1,271 @@
+"""Triton kernels for symmetric products: half of the squares are computed, the rest mirrored.
+
+With TRITON_INTERPRET=1 the kernels run on the CPU, in float32 and float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..engine.orthogonalize.dispatch import KERNEL_SIDES
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's part of a product: `side` rows by `wide` squares of `side` columns.
+
+    Attributes:
+        side: rows and columns of a square, the unit of storing and mirroring.
+        depth: columns of A per iteration of the loop.
+        warps: warps that compute.
+        stages: loop iterations with operands in shared memory.
+        tma: whether to copy by the tensor memory accelerator.
+        specialized: separate warps to copy, to issue products and to store.
+    """
+
+    side: int = 128
+    wide: int = 1
+    depth: int = 64
+    warps: int = 8
+    stages: int = 4
+    tma: bool = False
+    specialized: bool = False
+
+    def programs(self, size: int) -> int:
+        blocks = -(-size // (self.side * self.wide))
+        return self.wide * blocks * (blocks + 1) // 2
+
+
+TILES: Mapping[int, tuple[Tile, ...]] = {
+    # Ampere has no tensor memory accelerator. Not 4 warps: Triton 3.9 spills their registers.
+    8: (Tile(stages=3),),
+    # 128 x 256 reads a quarter less from L2 per product than 128 x 128. Not specialized: Triton 3.7 and 3.9 ignore
+    # specialization on Hopper, or spill. Two 128 x 128 tiles fit an SM, and overlap compute and stores.
+    9: (Tile(wide=2, tma=True), Tile(warps=4, stages=3, tma=True)),
+    # Likewise, with sums in tensor memory, stored by separate warps.
+    10: (Tile(wide=2, tma=True, specialized=True), Tile(warps=4, stages=3, tma=True)),
+}
+"""Tiles by major compute capability. All further GPUs use the tile for 8."""
+NARROW = 1.15
+"""Relative time of a 128 x 128 square to a 128 x 256 square, estimated: tensor cores give 1, L2 traffic 4/3."""
+
+
+@triton.jit
+def _place(number, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and first column, in squares, of a program."""
+    # Along the rows of the lower triangle: row i has i + 1 blocks of WIDE x WIDE squares.
+    block = number // WIDE
+    i = ((tl.sqrt(8.0 * block.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # Correct the square root by one in either direction.
+    i = tl.where(i * (i + 1) // 2 > block, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= block, i + 1, i)
+    j = block - i * (i + 1) // 2
+    return i * WIDE + number % WIDE, j * WIDE
+
+
+@triton.jit
+def _symmetric(rounded, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mirror the lower triangle, because dot products sum (r, c) and (c, r) differently."""
+    index = tl.arange(0, SIDE)
+    return tl.where(index[:, None] >= index[None, :], rounded, tl.trans(rounded))
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    sums, c, d, batch, row, col, alpha, beta, HAS_C: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    result = alpha * sums
+    if HAS_C:
+        result += beta * c.load([batch, row * SIDE, col * SIDE]).reshape(SIDE, SIDE).to(tl.float32)
+    # A second sum could differ in order, and the iteration relies on symmetry to the last bit.
+    rounded = result.to(d.dtype)
+    if row == col:
+        d.store([batch, row * SIDE, col * SIDE], _symmetric(rounded, SIDE).reshape(1, SIDE, SIDE))
+    elif row > col:
+        d.store([batch, row * SIDE, col * SIDE], rounded.reshape(1, SIDE, SIDE))
+        d.store([batch, col * SIDE, row * SIDE], tl.trans(rounded).reshape(1, SIDE, SIDE))
+
+
+@triton.jit
+def by_descriptors(  # type: ignore[no-untyped-def]
+    a, b, c, d, depth, alpha, beta,
+    A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, HAS_C: tl.constexpr,
+    SIDE: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, SPECIALIZED: tl.constexpr,
+):  # fmt: skip
+    """Kernel for GPUs with a tensor memory accelerator, with zero fill outside the matrix."""
+    batch = tl.program_id(1)
+    row, col = _place(tl.program_id(0), WIDE)
+    sums = tl.zeros((SIDE, SIDE * WIDE), dtype=tl.float32)
+    for start in tl.range(0, depth, DEPTH, warp_specialize=SPECIALIZED):
+        # A descriptor's last stride must be 1, so transposed operands are loaded transposed.
+        if A_TURNED:
+            left = a.load([batch, start, row * SIDE]).reshape(DEPTH, SIDE).T
+        else:
+            left = a.load([batch, row * SIDE, start]).reshape(SIDE, DEPTH)
+        if B_TURNED:
+            right = b.load([batch, col * SIDE, start]).reshape(SIDE * WIDE, DEPTH).T
+        else:
+            right = b.load([batch, start, col * SIDE]).reshape(DEPTH, SIDE * WIDE)
+        # Full float32 for float32 operands, because TF32 would round like float16.
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    if WIDE == 1:
+        _store(sums, c, d, batch, row, col, alpha, beta, HAS_C, SIDE)
+    else:
+        # Square by square, because both squares with their mirrors exceed the registers.
+        first, second = tl.split(sums.reshape(SIDE, 2, SIDE).permute(0, 2, 1))
+        _store(first, c, d, batch, row, col, alpha, beta, HAS_C, SIDE)
+        _store(second, c, d, batch, row, col + 1, alpha, beta, HAS_C, SIDE)
+
+
+@triton.jit
+def by_pointers(  # type: ignore[no-untyped-def]
+    a, b, c, d, size, depth, alpha, beta,
+    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, d_batch, d_row,
+    HAS_C: tl.constexpr, WHOLE: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Kernel for GPUs without a tensor memory accelerator. WHOLE: tiles cover the matrices exactly, without masks."""
+    row, col = _place(tl.program_id(0), 1)
+    # A stack can exceed 2³¹ elements, but a matrix cannot.
+    batch = tl.program_id(1).to(tl.int64)
+    a += batch * a_batch
+    b += batch * b_batch
+    rows = row * SIDE + tl.arange(0, SIDE)
+    cols = col * SIDE + tl.arange(0, SIDE)
+    inner = tl.arange(0, DEPTH)
+    a_tile = a + rows[:, None] * a_row + inner[None, :] * a_col
+    b_tile = b + inner[:, None] * b_row + cols[None, :] * b_col
+    sums = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for start in range(0, depth, DEPTH):
+        if WHOLE:
+            left = tl.load(a_tile)
+            right = tl.load(b_tile)
+        else:
+            within = start + inner < depth
+            left = tl.load(a_tile, mask=(rows[:, None] < size) & within[None, :], other=0.0)
+            right = tl.load(b_tile, mask=within[:, None] & (cols[None, :] < size), other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+        a_tile += DEPTH * a_col
+        b_tile += DEPTH * b_row
+
+    inside = (rows[:, None] < size) & (cols[None, :] < size)
+    result = alpha * sums
+    if HAS_C:
+        added = c + batch * c_batch + rows[:, None] * c_row + cols[None, :]
+        result += beta * tl.load(added, mask=inside, other=0.0).to(tl.float32)
+    d += batch * d_batch
+    square = d + rows[:, None] * d_row + cols[None, :]
+    rounded = result.to(d.dtype.element_ty)
+    if row == col:
+        tl.store(square, _symmetric(rounded, SIDE), mask=inside)
+    else:
+        tl.store(square, rounded, mask=inside)
+        mirror = d + cols[:, None] * d_row + rows[None, :]
+        tl.store(mirror, tl.trans(rounded), mask=(cols[:, None] < size) & (rows[None, :] < size))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch `kernel[grid](*args, **options)`. `run` skips an empty grid."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def run(self) -> None:
+        if all(self.grid):
+            self.kernel[self.grid](*self.args, **self.options)
+
+
+def launch_of(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, tile: Tile) -> Launch:
+    """The launch for valid operands."""
+    size, inner = a.shape[1:]
+    added = out if c is None else c
+    grid = (tile.programs(size), len(a))
+    options = {"HAS_C": c is not None, "SIDE": tile.side, "DEPTH": tile.depth}
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    assert tile.wide in ((1, 2) if tile.tma else (1,)), f"{tile}: needs a single square, or two with descriptors"
+    if not tile.tma:
+        strides = (*a.stride(), *b.stride(), *added.stride()[:2], *out.stride()[:2])
+        options["WHOLE"] = size % tile.side == 0 and inner % tile.depth == 0
+        return Launch(by_pointers, grid, (a, b, added, out, size, inner, alpha, beta, *strides), options)
+    described = (
+        _described(a, tile.side, tile.depth),
+        _described(b, tile.depth, tile.side * tile.wide),
+        _described(added, tile.side, tile.side),
+        _described(out, tile.side, tile.side),
+    )
+    options |= {"A_TURNED": a.stride(2) != 1, "B_TURNED": b.stride(2) != 1}
+    options |= {"WIDE": tile.wide, "SPECIALIZED": tile.specialized}
+    return Launch(by_descriptors, grid, (*described, inner, alpha, beta), options)
+
+
+def _described(matrices: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Blocks of (1, rows, cols), transposed for transposed memory."""
+    if matrices.stride(2) != 1:
+        return TensorDescriptor.from_tensor(matrices.mT, [1, cols, rows])
+    return TensorDescriptor.from_tensor(matrices, [1, rows, cols])
+
+
+def _is_aligned(matrices: Tensor) -> bool:
+    # For the accelerator and 16-byte copies. Otherwise Triton copies single elements.
+    batch, *strides = matrices.stride()
+    sides = matrices.shape[1:]
+    numbers = (batch, max(strides), *sides, matrices.data_ptr())
+    # Offsets within a matrix are 32-bit.
+    last = sum((side - 1) * stride for side, stride in zip(sides, strides, strict=True))
+    return min(strides) == 1 and last < 2**31 and all(number % KERNEL_SIDES == 0 for number in numbers)
+
+
+def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Tile:
+    """The fastest tile, by turns on `processors` streaming multiprocessors (SMs)."""
+
+    def seconds(tile: Tile) -> float:
+        turns = -(-tile.programs(size) * count // processors)
+        return turns * (tile.wide if tile.wide > 1 else NARROW)
+
+    return min(tiles, key=seconds)
+
+
+def tile_on(device: torch.device, size: int, count: int) -> Tile:
+    """The tile for `count` products of `size` rows."""
+    if device.type != "cuda":
+        return TILES[8][0]
+    properties = torch.cuda.get_device_properties(device)
+    return fastest(TILES.get(properties.major, TILES[8]), size, count, properties.multi_processor_count)
+
+
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    out: Tensor,
+    tile: Tile | None = None,
+) -> None:
+    """Fill out (count, m, m) with alpha A B + beta C, computing only the lower triangle.
+
+    a (count, m, k) and b (count, k, m) of equal dtype, contiguous or transposed, with symmetric A B; c (count, m, m),
+    contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous and no operand.
+    `tile` defaults to `tile_on`. Raises ValueError for invalid shapes and strides.
+    """
+    count, size, inner = a.shape
+    square = torch.Size((count, size, size))
+    operands = [t for t in (a, b, c, out) if t is not None]
+    if b.shape != (count, inner, size) or out.shape != square or (c is not None and c.shape != square):
+        shapes = [tuple(t.shape) for t in operands]
+        raise ValueError(f"need A (count, m, k), B (count, k, m), C and out (count, m, m), not {shapes}")
+    if not (all(map(_is_aligned, operands)) and all(t.stride(2) == 1 for t in operands[2:])):
+        layouts = [(tuple(t.shape), t.stride()) for t in operands]
+        raise ValueError(f"sides and strides must be multiples of {KERNEL_SIDES}, or 1 within a row, not {layouts}")
+    launch_of(a, b, c, out, alpha, beta, tile_on(a.device, size, count) if tile is None else tile).run()

@@ -1,1 +1,0 @@
-"""Planning, without processes, devices or modules: shapes and meshes in, a Plan and its numbers out."""

@@ -1,1 +1,0 @@
-"""Cost of a plan on a machine: seconds of buckets, totals of ranks, and the timeline of a step."""

@@ -1,1 +1,0 @@
-"""Search for the fastest plan: owners, rounds and candidates."""

@@ -1,1 +1,0 @@
-"""Data types of a plan: layouts, pieces, matrices, buckets, schedules and machines."""

@@ -1,0 +1,294 @@
+"""The matrices to assign to owners, the owner of each, and with `state = "owner"` the keepers of its momentum."""
+
+# Every rank computes the owners: deterministic, with ties to the lowest rank.
+
+# [Note: state ranks]
+# - A single replica (a rank, or under HSDP all ranks that shard the parameter) keeps the momentum, placed like the
+#   parameter, so that a checkpoint contains the momentum once and loads under any placement.
+# - The owner of a matrix is a rank of this replica, because the owner needs all of the matrix's momentum.
+# - Several ranks keep the momentum of a stack of experts whole on each rank, in chunks of experts like torch.chunk, to
+#   balance memory.
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from math import prod
+
+from ..engine.layout.intervals import Geometries, Geometry, chunk
+from ..engine.layout.pieces import Ranks
+from ..engine.layout.types import Matrix, Parameter, Plan, Replicate
+from ..engine.layout.work import WorkOf
+from ..engine.planning import Groups, OwnerOf, Task, by_group, tasks_of
+from ..engine.program.patterns import PATTERNS, Pattern
+from ..options import MuonOptions, OptionError
+from .walk import Costs
+
+BYTES_OVER_MEAN = 1.3
+"""Most bytes of a rank, relative to the mean."""
+
+
+def check_state(options: MuonOptions) -> None:
+    """Raise OptionError if the options need the momentum of every replica."""
+    if options.state == "replicated":
+        return
+    if options.exchange != "all_to_all":
+        fault = f"exchange = {options.exchange!r} needs the momentum of every replica; choose 'all_to_all'"
+    elif options.replicas == "redundant":
+        fault = f"replicas = {options.replicas!r} needs the momentum of every replica; choose 'split'"
+    else:
+        return
+    raise OptionError("state", f"= 'owner': {fault}, or state = 'replicated'")
+
+
+def with_state_ranks(
+    parameters: Sequence[Parameter], options: MuonOptions, work_of: WorkOf, kept: Mapping[str, Ranks]
+) -> list[Parameter]:
+    """Parameters with state ranks, balanced by FLOPs and elements; `kept`: present ranks by name, which cannot move.
+
+    Raises OptionError like `check_state`.
+    """
+    check_state(options)
+    if options.state == "replicated":
+        return list(parameters)
+    geometries = Geometries(parameters)
+    shared = [n for n, p in enumerate(parameters) if not p.separate and len(_replicas(geometries[n])) > 1]
+    sizes = {number: prod(parameters[number].layout.shape) for number in shared}
+    flops = dict[int, int]()
+    for number in shared:
+        shapes = Counter(map(geometries[number].shape, range(len(parameters[number].stack.matrices))))
+        flops[number] = sum(count * work_of(number, *shape).flops for shape, count in shapes.items())
+    chooser = _Chooser(geometries, sum(sizes.values()))
+    result = list(parameters)
+    for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
+        parameter = parameters[number]
+        ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
+        result[number] = replace(parameter, state_ranks=ranks)
+    return result
+
+
+class _Chooser:
+    """Assigns the momentum of each parameter to the replica with the least load."""
+
+    def __init__(self, geometries: Geometries, elements: int) -> None:
+        ranks = sorted({rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks})
+        self._flops, self._elements = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
+
+    def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
+        # Separable parts along dim 0.
+        units = parameter.layout.shape[0] if parameter.stack.is_separable(parameter.layout.shape) else 1
+        replicas = _replicas(geometry)
+        count = min(units, len(replicas)) if _is_whole(parameter) else 1
+        shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
+        if kept is None:
+            share = size * shares[0] // units
+            chosen = heapq.nsmallest(len(shares), replicas, key=lambda ranks: self._load(ranks, share))
+        else:
+            chosen = [(rank,) for rank in kept] if _is_whole(parameter) else [kept]
+        for ranks, share in zip(chosen, shares, strict=True):
+            for rank in ranks:
+                self._flops[rank] += flops * share // (units * len(ranks))
+                self._elements[rank] += size * share // (units * len(ranks))
+        return tuple(rank for ranks in chosen for rank in ranks)
+
+    def _load(self, ranks: Ranks, size: int) -> tuple[bool, int, int]:
+        elements = sum(self._elements[rank] for rank in ranks)
+        full = elements + size > self._most * len(ranks)
+        return full, sum(self._flops[rank] for rank in ranks), elements
+
+
+def _replicas(geometry: Geometry) -> tuple[Ranks, ...]:
+    return geometry.by_replica(geometry.layout.mesh.ranks)
+
+
+def _is_whole(parameter: Parameter) -> bool:
+    """Whether every rank of the mesh has all of the parameter."""
+    return all(isinstance(placement, Replicate) for placement in parameter.layout.placements)
+
+
+def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
+    """The possible owners of matrix number `index` by its momentum; empty if every holder keeps momentum."""
+    kept = parameter.state_ranks
+    if len(kept) < 2 or not _is_whole(parameter):
+        return kept
+    shape, stack = parameter.layout.shape, parameter.stack
+    unit = stack.matrices[index].rows[0].start // prod(shape[1 : stack.row_dims])
+    return (kept[unit // chunk(shape[0], len(kept), 0).stop],)
+
+
+def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
+    """Elements of momentum by rank and parameter."""
+    geometries = Geometries(plan.parameters)
+    elements: dict[int, dict[int, int]] = {}
+    for number, parameter in enumerate(plan.parameters):
+        for rank, shape in geometries[number].local_shape.items():
+            elements.setdefault(rank, {})[number] = _kept_elements(parameter, rank, prod(shape))
+    return elements
+
+
+def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:
+    kept = parameter.state_ranks
+    if not kept or not _is_whole(parameter):
+        return stored if not kept or rank in kept else 0
+    if rank not in kept:
+        return 0
+    first = parameter.layout.shape[0]
+    start, stop = chunk(first, len(kept), kept.index(rank))
+    return stored * (stop - start) // first
+
+
+Assign = Callable[[Sequence[Task], Groups, Mapping[int, int]], OwnerOf]
+Heap = list[tuple[int, int, int]]
+"""(FLOPs, bytes, rank) of the ranks of a group, least loaded first."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Matrices to assign to owners, and costs to judge a plan.
+
+    Attributes:
+        local: for each matrix, the ranks that store and orthogonalize all of the matrix.
+        tasks: for each remaining matrix, one for each assembling group.
+        load: local FLOPs of each rank.
+        eligible: possible owners of a matrix, if fewer than the group.
+    """
+
+    parameters: tuple[Parameter, ...]
+    options: MuonOptions
+    pattern: Pattern
+    costs: Costs
+    local: tuple[Ranks, ...]
+    tasks: tuple[Task, ...]
+    groups: tuple[Ranks, ...]
+    load: Mapping[int, int]
+    eligible: Mapping[int, Ranks]
+
+
+def make_problem(
+    parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs
+) -> Problem:
+    """The problem of whole matrices."""
+    matrices = costs.pieces.matrices
+    given = tasks_of(parameters, geometries, matrices, costs.works, options)
+    eligible = _eligible(parameters, matrices, given.tasks, given.groups)
+    return Problem(tuple(parameters), options, PATTERNS[options.exchange], costs, *given, eligible)
+
+
+def _eligible(
+    parameters: Sequence[Parameter], matrices: Sequence[Matrix], tasks: Sequence[Task], groups: Sequence[Ranks]
+) -> dict[int, Ranks]:
+    @cache
+    def inside(ranks: Ranks, group: int) -> Ranks:
+        return tuple(sorted({*ranks} & {*groups[group]}))
+
+    eligible = {}
+    for task in tasks:
+        matrix = matrices[task.matrix]
+        if ranks := momentum_ranks(parameters[matrix.parameter], matrix.index):
+            eligible[task.matrix] = inside(ranks, task.group)
+    return eligible
+
+
+class Balancer:
+    """Assigns `tasks` to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
+
+    # FLOPs decide, with a limit of bytes, because a rank without large matrices would own too many small matrices.
+
+    def __init__(self, tasks: Sequence[Task], ranks: Iterable[int], load: Mapping[int, int]) -> None:
+        self._flops = {rank: load.get(rank, 0) for rank in ranks}
+        self._bytes = dict.fromkeys(self._flops, 0)
+        sizes = [task.bytes for task in tasks]
+        # At least the largest task, which must fit on some rank.
+        self._limit = max([int(BYTES_OVER_MEAN * sum(sizes) / max(1, len(self._flops))), *sizes])
+
+    def heap(self, ranks: Sequence[int]) -> Heap:
+        """A heap for `assign`. A rank's other heaps are not updated when the rank receives a task."""
+        heap = [(self._flops[rank], self._bytes[rank], rank) for rank in ranks]
+        heapq.heapify(heap)
+        return heap
+
+    def assign(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
+        """Assign to the least loaded rank with room for the bytes; ranks of `barred` only as a last resort."""
+        _, _, rank = _pop(heap, self._limit - task.bytes, barred)
+        self.add_work(task, rank)
+        heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
+        return rank
+
+    def add_work(self, task: Task, rank: int) -> int:
+        self._flops[rank] += task.flops
+        self._bytes[rank] += task.bytes
+        return rank
+
+    def least(self) -> int:
+        return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
+
+    def lightest(self) -> int:
+        return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))
+
+
+def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]:
+    passed = []
+    while heap:
+        entry = heapq.heappop(heap)
+        if entry[1] <= most and entry[2] not in barred:
+            break
+        passed.append(entry)
+    else:
+        # A soft limit, because some rank must own the matrix.
+        entry = next((candidate for candidate in passed if candidate[2] not in barred), passed[0])
+        passed.remove(entry)
+    for candidate in passed:
+        heapq.heappush(heap, candidate)
+    return entry
+
+
+def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = True) -> OwnerOf:
+    """Assign longest first, on top of each rank's local FLOPs; groups of few ranks first, or groups of many.
+
+    For a single group of all ranks, the busiest rank is within 4/3 of the optimum (Graham, 1969).
+    """
+    balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
+    owners: OwnerOf = {}
+    grouped = by_group(tasks, groups)
+    for index, group_tasks in grouped if small_first else reversed(grouped):
+        heap = balancer.heap(groups[index])
+        owners |= {(task.matrix, index): balancer.assign(task, heap) for task in spread(group_tasks)}
+    return owners
+
+
+def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+    """Like `balanced` with groups of many ranks first, by bytes, for links slower than Newton-Schulz."""
+    return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {}, small_first=False)
+
+
+def among(
+    assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], eligible: Mapping[int, Ranks]
+) -> OwnerOf:
+    """Like `assign`, but with the owner of each matrix in `eligible` among these ranks."""
+    if not eligible:
+        return assign(tasks, groups, load)
+    narrow = {ranks: number for number, ranks in enumerate(dict.fromkeys((*groups, *eligible.values())))}
+    narrowed = {
+        task: task._replace(group=narrow[eligible[task.matrix]]) if task.matrix in eligible else task for task in tasks
+    }
+    owners = assign(list(narrowed.values()), tuple(narrow), load)
+    return {(task.matrix, task.group): owners[new.matrix, new.group] for task, new in narrowed.items()}
+
+
+def spread(tasks: Sequence[Task]) -> Iterator[Task]:
+    """Assign longest first; each class of equal tasks starts one layer later than the previous class."""
+    # Ranks take the tasks of a class in turn: without the shift the first rank would get all of layer 0, in one round.
+    ordered = sorted(tasks, key=lambda t: (-t.flops, t.matrix))
+    for shift, (_, equal) in enumerate(groupby(ordered, key=lambda t: t.flops)):
+        same = list(equal)
+        start = shift % len(same)
+        yield from same[start:] + same[:start]
+
+
+# The last groups even out the load: large groups with large matrices, or small groups with large loads.
+STRATEGIES: tuple[Assign, ...] = (partial(balanced, small_first=False), balanced, balanced_bytes)

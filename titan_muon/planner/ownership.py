@@ -1,0 +1,143 @@
+"""Owners of the parameters of a group of ranks, and the load of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from ..engine.layout.intervals import chunk
+from ..engine.planning import Task
+from ..options import Owner
+from .owners import Balancer
+
+
+@dataclass(frozen=True)
+class OwnedItem:
+    """A parameter to be owned. A stack of `units` equal matrices along dim 0 may have several owners."""
+
+    fqn: str
+    layer: str
+    flops: int
+    bytes: int
+    units: int = 1
+    owner: Owner = "balanced"
+
+
+@dataclass(frozen=True)
+class OwnedTotals:
+    """Load of a rank."""
+
+    matrices: int
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owners of each item, as ranks below `size`, which divide its units in order like torch.chunk."""
+
+    size: int
+    items: tuple[OwnedItem, ...]
+    owners: tuple[tuple[int, ...], ...]
+
+    def loads(self) -> tuple[OwnedTotals, ...]:
+        matrices, held, flops = ([0] * self.size for _ in range(3))
+        for item, owners in zip(self.items, self.owners, strict=True):
+            for rank, share in zip(owners, _shares(item, len(owners)), strict=True):
+                matrices[rank] += share if item.units > 1 else 1
+                held[rank] += item.bytes * share // item.units
+                flops[rank] += item.flops * share // item.units
+        return tuple(OwnedTotals(*totals) for totals in zip(matrices, held, flops, strict=True))
+
+
+def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
+    """Assign longest first by FLOPs, within a limit of bytes: named owners, whole layers, then the rest.
+
+    Deterministic. Raises ValueError for an owner outside the group.
+    """
+    assignment = _Assignment(items, size)
+    assignment.give_named()
+    assignment.give_balanced()
+    owners: list[tuple[int, ...]] = [()] * len(items)
+    for (index, _), rank in sorted(assignment.owners.items()):
+        owners[index] += (rank,)
+    return Ownership(size, tuple(items), tuple(owners))
+
+
+class _Share(NamedTuple):
+    item: int
+    number: int  # Position along dim 0.
+    task: Task
+
+
+def _shares(item: OwnedItem, owners: int) -> list[int]:
+    chunks = (chunk(item.units, owners, number) for number in range(owners))
+    return [stop - start for start, stop in chunks]
+
+
+class _Assignment:
+    def __init__(self, items: Sequence[OwnedItem], size: int) -> None:
+        self._items, self._size = items, size
+        self._shares: list[_Share] = []
+        for index, item in enumerate(items):
+            most = min(item.units, size) if item.owner == "balanced" else 1
+            # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
+            for number, units in enumerate(filter(None, _shares(item, most))):
+                flops, held = item.flops * units // item.units, item.bytes * units // item.units
+                self._shares.append(_Share(index, number, Task(index, 0, flops, held, item.layer)))
+        self._balancer = Balancer([share.task for share in self._shares], range(size), {})
+        self.owners: dict[tuple[int, int], int] = {}
+
+    def _put(self, share: _Share, rank: int) -> None:
+        self._balancer.add_work(share.task, rank)
+        self.owners[share.item, share.number] = rank
+
+    def give_named(self) -> None:
+        """Assign items with a named rank, then each whole layer to the least loaded rank."""
+        layers: dict[str, list[_Share]] = {}
+        for share in self._shares:
+            item = self._items[share.item]
+            if isinstance(item.owner, int):
+                if not 0 <= item.owner < self._size:
+                    wrong = f"cannot have owner = {item.owner}; 0 to {self._size - 1} can own it"
+                    raise ValueError(f"placement.rule: {item.fqn} {wrong}")
+                self._put(share, item.owner)
+            elif item.owner == "layer":
+                layers.setdefault(item.layer, []).append(share)
+        for _, mine in sorted(layers.items(), key=lambda entry: (-sum(s.task.flops for s in entry[1]), entry[0])):
+            rank = self._balancer.least()
+            for share in mine:
+                self._put(share, rank)
+
+    def give_balanced(self) -> None:
+        shares = [share for share in self._shares if self._items[share.item].owner == "balanced"]
+        heap = self._balancer.heap(range(self._size))
+        left = Counter(share.task.layer for share in shares)
+        in_layers, in_stacks = defaultdict[str, set[int]](set), defaultdict[int, set[int]](set)
+        # By name, because the owners must not depend on the order of the list.
+        for share in sorted(shares, key=lambda s: (-s.task.flops, -s.task.bytes, self._items[s.item].fqn, s.number)):
+            in_layer, in_stack = in_layers[share.task.layer], in_stacks[share.item]
+            left[share.task.layer] -= 1
+            # Not all shares of a layer to one rank: before the layer's forward, all ranks would wait for a single link.
+            single_owner = left[share.task.layer] == 0 and len(in_layer) == 1
+            # By bytes: by FLOPs all would go to the least loaded rank.
+            if share.task.flops == 0:
+                self._put(share, self._balancer.lightest())
+            else:
+                barred = in_layer if single_owner else in_stack
+                self.owners[share.item, share.number] = self._balancer.assign(share.task, heap, barred)
+            rank = self.owners[share.item, share.number]
+            in_layer.add(rank)
+            in_stack.add(rank)
+
+
+def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:
+    """A table; neighbours with equal loads share a row."""
+    yield f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"
+    for load, same in groupby(loads, key=lambda rank: loads[rank]):
+        ranks = list(same)
+        label = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        yield f"{label:>11}  {load.matrices:>8,}  {load.bytes / 2**20:>10,.1f}  {load.flops / 1e9:>10,.1f}"

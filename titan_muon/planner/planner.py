@@ -1,0 +1,122 @@
+"""From parameters to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..engine.layout.intervals import Geometries
+from ..engine.layout.pieces import Pieces
+from ..engine.layout.types import Matrix, Parameter, Plan
+from ..engine.layout.work import FLOAT32_COST, ElementwiseCost, Work, WorkOf
+from ..engine.planning import PlanRequest, has_replicas, matrices_of, separate_reasons
+from ..engine.program.patterns import PATTERNS
+from ..options import MuonOptions, OptionError
+from .machine import MachineRates, machine_of
+from .owners import Problem, make_problem, with_state_ranks
+from .passes import passes_of
+from .search import CandidatePlan, fastest
+from .walk import Costs
+
+MUST_SAVE = 0.03
+"""Share of the price that hierarchical returns must save, so that small modelled gains do not decide."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """A planner: the fastest found plan on a machine."""
+
+    machine: MachineRates
+
+    def __call__(self, request: PlanRequest) -> Plan:
+        options, work_of = request.options, request.work_of
+        parameters = with_state_ranks(request.parameters, options, work_of, request.kept)
+        return make_plan(parameters, work_of, options, self.machine, passes_of(request.elements, options))
+
+
+def make_plan(
+    parameters: Sequence[Parameter],
+    work_of: WorkOf,
+    options: MuonOptions,
+    machine: MachineRates | None = None,
+    passes: ElementwiseCost = FLOAT32_COST,
+) -> Plan:
+    """The plan of a step. Equal arguments give equal plans on every rank.
+
+    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
+    small a `buffer_gib`.
+    """
+    geometries = Geometries(parameters)
+    matrices, works = matrices_of(parameters, geometries, work_of)
+    rates = machine_of(options.machine) if machine is None else machine
+    # On a CPU, batches stay in the caches.
+    works = _with_full_batches(matrices, works, passes) if rates.host else works
+    costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, rates, passes)
+    problem, best = _fastest(make_problem(parameters, geometries, options, costs))
+    reasons = (
+        best.reason,
+        _hierarchical_reason(problem),
+        *separate_reasons(parameters),
+        _state_reason(options, parameters),
+    )
+    return Plan(
+        parameters=problem.parameters,
+        matrices=tuple(problem.costs.pieces.matrices),
+        local=problem.local,
+        buckets=best.buckets,
+        buffer_sets=best.buffer_sets,
+        works=tuple(problem.costs.works),
+        reason="; ".join(filter(None, reasons)),
+        passes=passes,
+    )
+
+
+def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes: ElementwiseCost) -> tuple[Work, ...]:
+    """The works with batches as large as the largest matrix, whose memory a step takes anyway: fewer launches."""
+    numels = {matrix.work: matrix.numel for matrix in matrices}
+    assembled = {place: works[place].wire_bytes * numel for place, numel in numels.items()}
+    iteration = {place: max(works[place].bytes, passes.finish_bytes * numel) for place, numel in numels.items()}
+    most, most_iteration = max(assembled.values(), default=0), max(iteration.values(), default=0)
+    return tuple(
+        replace(work, batch=max(work.batch, min(most // assembled[place], most_iteration // iteration[place])))
+        for place, work in enumerate(works)
+    )
+
+
+def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
+    """The problem whose best plan has the least price / (1 - share to save), and the plan. The first wins."""
+    found, faults = list[tuple[float, Problem, CandidatePlan]](), list[OptionError]()
+    for variant, must_save in _variants(problem):
+        try:
+            best = fastest(variant)
+        except OptionError as fault:
+            faults.append(fault)
+        else:
+            found.append((best.price / (1 - must_save), variant, best))
+    if not found:
+        raise faults[0]
+    _, problem, best = min(found, key=lambda priced: priced[0])
+    return problem, best
+
+
+def _variants(problem: Problem) -> Iterator[tuple[Problem, float]]:
+    """Problems to search, and the share of the price that each must save."""
+    pieces = problem.costs.pieces
+    yield problem, 0.0
+    if problem.pattern is PATTERNS["all_to_all"] and has_replicas(problem.tasks, problem.groups, pieces):
+        yield replace(problem, pattern=PATTERNS["hierarchical"]), MUST_SAVE
+
+
+def _hierarchical_reason(problem: Problem) -> str:
+    if problem.pattern is not PATTERNS["hierarchical"]:
+        return ""
+    return (
+        "owners return results to their own replica, and replicas all-gather the results (hierarchical): at least "
+        f"{MUST_SAVE:.0%} less price (step time and memory) than with returns to all replicas"
+    )
+
+
+def _state_reason(options: MuonOptions, parameters: Sequence[Parameter]) -> str:
+    if options.state != "owner" or any(parameter.state_ranks for parameter in parameters):
+        return ""
+    return "state = 'owner' has no effect: no matrix has replicas that could do without momentum"

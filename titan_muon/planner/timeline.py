@@ -1,0 +1,293 @@
+"""Simulation of a step on a machine: the compute, communication and wait times of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..engine.layout.pieces import Pieces
+from ..engine.layout.types import Plan
+from ..engine.layout.work import ElementwiseCost
+from ..engine.program.patterns import NO_TRAFFIC, LinkTraffic
+from ..engine.program.phases import Act, hidden_returns, ordered_rounds, schedule
+from ..engine.program.program import batches
+from ..options import Overlap
+from .machine import STEP_OPERATORS, MachineRates
+from .walk import LOCAL, Costs, PlanCost, Share, in_bytes, link_seconds
+
+STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
+NO_TIME = 1e-30
+"""Share of the links' time in a simulation with free links. 0 would mean "no collective", and ranks would not wait."""
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of a rank in a step, without communication hidden in the model's passes.
+
+    `host`: to launch the step, of `operators` operators.
+    """
+
+    rank: int
+    orthogonalize: float
+    passes: float
+    waits: float
+    link: float
+    host: float = 0.0
+    operators: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.orthogonalize + self.passes + self.waits
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds of a step.
+
+    Attributes:
+        least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
+        exposed: seconds that the step waits for communication.
+        hidden: seconds from the end of the step until the next forward has all results. None without overlap.
+        tail: seconds between the last Newton-Schulz and the end of the step. `overlap = "forward"` cannot save more.
+    """
+
+    machine: str
+    overlap: Overlap
+    ranks: tuple[RankTime, ...]
+    least: float
+    exposed: float
+    hidden: float | None
+    tail: float
+
+    @property
+    def last(self) -> RankTime:
+        return max(self.ranks, key=lambda rank: (rank.seconds, -rank.rank))
+
+    @property
+    def link(self) -> float:
+        return max(rank.link for rank in self.ranks)
+
+    @property
+    def host(self) -> float:
+        return max(rank.host for rank in self.ranks)
+
+
+class StageSpan(NamedTuple):
+    """A stage of a bucket on a rank, in seconds from the start of the step. Gathers and returns are on the links.
+
+    `copy`: assembling matrices, and filling the return buffer.
+    """
+
+    rank: int
+    stage: str
+    bucket: int
+    start: float
+    stop: float
+
+
+def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
+    """Simulate a plan. A pass with `overlap` is assumed to hide all of its returns."""
+    cost, hidden = _with_overlap(plan, machine, overlap)
+    clock = Clock(cost, plan.buffer_sets, hidden)
+    shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
+    # Late applies are left out of both runs.
+    free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
+    parts = listed_parts(plan, cost.costs.pieces)
+    after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
+    return Timeline(
+        machine.name,
+        overlap,
+        tuple(_rank_time(cost, index, end, hidden, shapes, parts) for index, end in enumerate(clock.now)),
+        _least(plan, cost.costs, len(cost.ranks)),
+        clock.end - free.end,
+        None if overlap == "none" else after,
+        clock.end - clock.computed,
+    )
+
+
+def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
+    """The spans of every rank in the modelled step, by start."""
+    cost, hidden = _with_overlap(plan, machine, overlap)
+    result: list[StageSpan] = []
+    Clock(cost, plan.buffer_sets, hidden, spans=result)
+    return sorted(result, key=lambda span: (span.start, span.rank))
+
+
+def _with_overlap(plan: Plan, machine: MachineRates, overlap: Overlap) -> tuple[PlanCost, int]:
+    """The costs, and how many of the last rounds the next forward hides."""
+    ordered = ordered_rounds(plan.buckets, overlap)
+    return PlanCost.from_plan(plan, machine), hidden_returns(plan.buffer_sets, plan.rounds, ordered)
+
+
+class Clock:
+    """Clocks of every rank's compute stream and links after a step, without the updates of the last `hidden` rounds.
+
+    `links`: factor on their time. `spans` receives each stage.
+
+    Attributes:
+        now: by rank, the end of its last stage in the step.
+        computed: end of the last Newton-Schulz.
+        after_step: by rank, the end of its last update in the next forward.
+    """
+
+    # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
+    # Collectives of different groups run concurrently but share a rank's links, occupied only by the rank's traffic.
+
+    def __init__(
+        self,
+        cost: PlanCost,
+        buffer_sets: int,
+        hidden: int = 0,
+        *,
+        links: float = 1.0,
+        spans: list[StageSpan] | None = None,
+    ) -> None:
+        self._cost, self._hidden, self._links, self._spans = cost, hidden, links, spans
+        self.now = [0.0] * len(cost.ranks)
+        self.computed = 0.0
+        self.after_step = [0.0] * len(cost.ranks)
+        self._wires = [0.0] * len(cost.ranks)
+        self._streams: dict[tuple[int, ...], float] = {}
+        self._arrived = [0.0] * len(cost.buckets)
+        opening, turns = schedule(cost.rounds, max(1, min(buffer_sets, cost.rounds)))
+        by_round: list[list[int]] = [[] for _ in range(cost.rounds)]
+        for index, bucket in enumerate(cost.buckets):
+            by_round[bucket.round].append(index)
+        acts = {Act.GATHER: self._gather, Act.ORTHOGONALIZE: self._orthogonalize, Act.APPLY: self._apply}
+        for act, number in opening:
+            for index in by_round[number]:
+                acts[act](index)
+        self._run_local()
+        for act, number in turns:
+            for index in by_round[number]:
+                acts[act](index)
+
+    @property
+    def end(self) -> float:
+        return max(self.now, default=0.0)
+
+    def _gather(self, index: int) -> None:
+        bucket = self._cost.buckets[index]
+        for share in bucket.shares:
+            self._run("advance", index, share.rank, share.pack)
+        self._launch("gather", index, [share.gather for share in bucket.shares])
+
+    def _run_local(self) -> None:
+        for share in self._cost.local:
+            self._run("advance", LOCAL, share.rank, share.pack)
+            self._run("orthogonalize", LOCAL, share.rank, share.owned.seconds)
+            self._run("apply", LOCAL, share.rank, share.apply)
+        self.computed = self.end
+
+    def _orthogonalize(self, index: int) -> None:
+        bucket, now = self._cost.buckets[index], self.now
+        for rank in bucket.group:
+            now[rank] = max(now[rank], self._arrived[index])
+        for share in bucket.shares:
+            self._run("copy", index, share.rank, share.copies)
+            self._run("orthogonalize", index, share.rank, share.owned.seconds)
+            self.computed = max(self.computed, now[share.rank])
+        self._launch("send_back", index, [share.back for share in bucket.shares])
+
+    def _apply(self, index: int) -> None:
+        bucket, arrived = self._cost.buckets[index], self._arrived[index]
+        ends = self.after_step if bucket.round >= self._cost.rounds - self._hidden else self.now
+        for share in bucket.shares:
+            ends[share.rank] = max(ends[share.rank], self.now[share.rank], arrived)
+            self._run("apply", index, share.rank, share.apply, ends)
+
+    def _run(self, stage: str, index: int, rank: int, seconds: float, ends: list[float] | None = None) -> None:
+        ends = self.now if ends is None else ends
+        start = ends[rank]
+        ends[rank] = start + seconds
+        self._record(stage, index, rank, start, ends[rank])
+
+    def _launch(self, stage: str, index: int, seconds: Sequence[float]) -> None:
+        # No wait without traffic.
+        if not any(seconds):
+            return
+        bucket, now, wires = self._cost.buckets[index], self.now, self._wires
+        start = max(self._streams.get(bucket.group, 0.0), max(max(now[rank], wires[rank]) for rank in bucket.group))
+        for rank, mine in zip(bucket.group, seconds, strict=True):
+            wires[rank] = start + mine * self._links
+            self._record(stage, index, rank, start, wires[rank])
+        end = start + (max(seconds) + bucket.latency) * self._links
+        self._streams[bucket.group] = self._arrived[index] = end
+
+    def _record(self, stage: str, index: int, rank: int, start: float, stop: float) -> None:
+        if self._spans is not None and stop > start:
+            self._spans.append(StageSpan(self._cost.ranks[rank], stage, index, start, stop))
+
+
+def listed_parts(plan: Plan, pieces: Pieces) -> Counter[int]:
+    """Tensors in the lists of element-wise work, by rank: matrices, or neighbours of a stack.
+
+    A rank's own matrices come first in its buffers, which adds at most two to the parts of a bucket.
+    """
+    counts = Counter[int]()
+
+    def firsts(numbers: Sequence[int]) -> Iterator[int]:
+        """The matrices that do not follow the matrix before."""
+        for before, number in zip((None, *numbers), numbers, strict=False):
+            first, second = plan.matrices[numbers[0] if before is None else before], plan.matrices[number]
+            follows = (second.parameter, second.index) == (first.parameter, first.index + 1)
+            if before is None or not follows or plan.parameters[second.parameter].stack.interleaved:
+                yield number
+
+    for bucket in plan.buckets:
+        # The order in the buffers.
+        places = zip(bucket.owners or (0,) * len(bucket.matrices), bucket.matrices, strict=True)
+        runs = Counter(pieces.kinds[number] for number in firsts([number for _, number in sorted(places)]))
+        for kind, count in runs.items():
+            counts.update(dict.fromkeys(pieces.holders(kind, bucket.group), count))
+    whole: dict[int, list[int]] = {}
+    for number, ranks in enumerate(plan.local):
+        for rank in ranks:
+            whole.setdefault(rank, []).append(number)
+    for rank, numbers in whole.items():
+        counts[rank] += sum(1 for batch in batches(numbers, plan.matrices, plan.works) for _ in firsts(batch))
+    return counts
+
+
+def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int, parts: Mapping[int, int]) -> RankTime:
+    shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden, cost.costs
+    newton = sum(share.owned.seconds for share in shares)
+    passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
+    # Rounding of the sums could make waits negative.
+    waits = max(0.0, end - newton - passes)
+    # Of the rank's busiest link, without hidden returns.
+    traffic = [
+        in_bytes(phase, share.wire_bytes)
+        for share in shares
+        for phase in share.totals.phases[: 1 if share.round >= first_late else None]
+    ]
+    total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
+    operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
+    host = costs.machine.host_seconds(
+        operators,
+        parts.get(cost.ranks[index], 0),
+        sum(share.totals.collectives for share in shares),
+    )
+    link = link_seconds(total, 1, costs.machine)
+    return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)
+
+
+def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
+    """Operators of a share. `shapes`: of travelling matrices; a call updates matrices of one shape."""
+    if not share.totals.stored:
+        return share.owned.operators
+    local = share.round == LOCAL
+    buckets, elements = (share.owned.batches, share.owned.elements) if local else (1, share.totals.stored)
+    advance = max(buckets, -(-elements // passes.advance_elements)) * passes.traffic.advance_launches
+    calls = max(buckets if local else shapes, -(-elements // passes.apply_elements))
+    return share.owned.operators + advance + calls * passes.traffic.apply_launches
+
+
+def _least(plan: Plan, costs: Costs, ranks: int) -> float:
+    kinds = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
+    examples = {(matrix.work, min(matrix.rows, matrix.cols)): matrix for matrix in plan.matrices}
+    alone = {kind: costs.alone(matrix) for kind, matrix in examples.items()}
+    mean = sum(count * alone[kind] for kind, count in kinds.items()) / max(1, ranks)
+    return max([mean, *alone.values()])

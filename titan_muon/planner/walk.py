@@ -1,0 +1,282 @@
+"""The walk over a plan that counts FLOPs, bytes, buffers and seconds of every rank.
+
+The search, the timeline, the summary and the forecast of memory read its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..engine.layout.pieces import Pieces, Ranks
+from ..engine.layout.types import Bucket, Matrix, Plan
+from ..engine.layout.work import ElementwiseCost, Work
+from ..engine.program.patterns import PATTERNS, BucketTotals, KindCounts, LinkTraffic
+from ..engine.program.phases import buffer_bytes
+from ..engine.program.program import batch_sizes
+from .machine import BATCH_OPERATORS, MachineRates
+
+LOCAL = -1
+"""Bucket and round of local matrices."""
+
+
+NORMALIZING_BYTES = 10
+"""Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
+
+
+def copied_bytes(wire_bytes: int) -> int:
+    """Bytes of an element moved to assemble matrices, to normalize them and to fill the return buffer."""
+    return 2 * 2 * wire_bytes + NORMALIZING_BYTES
+
+
+def in_bytes(traffic: LinkTraffic, element_bytes: int) -> LinkTraffic:
+    """The traffic in bytes."""
+    sent = element_bytes * traffic.sent_near, element_bytes * traffic.sent_far
+    received = element_bytes * traffic.received_near, element_bytes * traffic.received_far
+    return LinkTraffic(*sent, *received, traffic.near_peers, traffic.far_peers)
+
+
+def link_seconds(traffic: LinkTraffic, element_bytes: int, machine: MachineRates) -> float:
+    """Seconds of a rank's links in a collective."""
+    # Both links run concurrently, in both directions.
+    near, far = max(traffic.sent_near, traffic.received_near), max(traffic.sent_far, traffic.received_far)
+    return max(
+        machine.node.seconds(near * element_bytes, traffic.near_peers),
+        machine.network.seconds(far * element_bytes, traffic.far_peers),
+    )
+
+
+class OwnedCost(NamedTuple):
+    """Cost of the matrices that a rank orthogonalizes in a bucket, or of its local matrices.
+
+    `largest`: most elements of a batch. `assembled`, `iteration`: most bytes of a batch, assembled and in the
+    iteration. `operators`: of PyTorch.
+    """
+
+    elements: int = 0
+    seconds: float = 0.0
+    largest: int = 0
+    assembled: int = 0
+    iteration: int = 0
+    matrices: int = 0
+    flops: int = 0
+    batches: int = 0
+    operators: int = 0
+
+
+class Costs:
+    """Seconds and bytes of a rank's matrices on a machine."""
+
+    def __init__(
+        self, pieces: Pieces, works: Sequence[Work], machine: MachineRates, elementwise: ElementwiseCost
+    ) -> None:
+        self.pieces, self.works, self.machine, self.elementwise = pieces, works, machine, elementwise
+        self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
+        self._owned: dict[KindCounts, OwnedCost] = {}
+
+    @classmethod
+    def from_plan(cls, plan: Plan, machine: MachineRates) -> Costs:
+        pieces = Pieces.from_plan(plan, machine.ranks_per_node)
+        return cls(pieces, plan.works, machine, plan.passes)
+
+    def owned(self, counts: KindCounts) -> OwnedCost:
+        # Cached, because most ranks have equal counts.
+        if counts not in self._owned:
+            self._owned[counts] = self._sum(counts)
+        return self._owned[counts]
+
+    def local(self, local: Sequence[Ranks]) -> list[OwnedCost]:
+        """The cost of each rank's local matrices."""
+        by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
+        for kind, ranks in zip(self.pieces.kinds, local, strict=True):
+            for rank in ranks:
+                by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
+        return [self.owned(tuple(sorted(kinds.items()))) for kinds in by_kind.values()]
+
+    def pack_seconds(self, elements: int, calls: int = 1) -> float:
+        moved = self.elementwise.traffic
+        return self.machine.pass_seconds(elements * moved.advance, calls * moved.advance_launches)
+
+    def apply_seconds(self, elements: int, calls: int = 1) -> float:
+        moved = self.elementwise.traffic
+        return self.machine.pass_seconds(elements * moved.apply, calls * moved.apply_launches)
+
+    def wire_bytes(self, matrix: int) -> int:
+        """Of an element in transit."""
+        return self.works[self.pieces.matrices[matrix].work].wire_bytes
+
+    def alone(self, matrix: Matrix) -> float:
+        """Seconds of a matrix in a large batch."""
+        work = self.works[matrix.work]
+        return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
+
+    def _sum(self, counts: KindCounts) -> OwnedCost:
+        total = OwnedCost()
+        for matrix, size in self._batches(counts):
+            work = self.works[matrix.work]
+            total = OwnedCost(
+                elements=total.elements + size * matrix.numel,
+                seconds=total.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
+                largest=max(total.largest, size * matrix.numel),
+                assembled=max(total.assembled, size * matrix.numel * work.wire_bytes),
+                iteration=max(total.iteration, size * max(work.bytes, matrix.numel * self.elementwise.finish_bytes)),
+                matrices=total.matrices + size,
+                flops=total.flops + size * matrix.flops,
+                batches=total.batches + 1,
+                operators=total.operators + work.operators + BATCH_OPERATORS,
+            )
+        return total
+
+    def _batches(self, counts: Iterable[tuple[int, int]]) -> Iterator[tuple[Matrix, int]]:
+        """(example matrix, size) of each batch of `batches`."""
+        equal: dict[tuple[int, int, int], tuple[Matrix, int]] = {}
+        for kind, count in counts:
+            matrix = self.pieces.matrices[self.pieces.examples[kind]]
+            key = (matrix.rows, matrix.cols, matrix.work)
+            example, earlier = equal.get(key, (matrix, 0))
+            equal[key] = example, earlier + count
+        for matrix, count in equal.values():
+            yield from ((matrix, size) for size in batch_sizes(count, self.works[matrix.work]))
+
+
+class Share(NamedTuple):
+    """A rank's share of a bucket, or its local matrices: counts, and seconds of each stage.
+
+    Attributes:
+        rank: position among all ranks of the plan.
+        pack: to update the momentum and pack the stored pieces.
+        copies: to assemble matrices, and to fill the return buffer.
+        gather, back: of the rank's links in the gather and in the return.
+        wire_bytes: of an element in transit.
+    """
+
+    rank: int
+    round: int
+    totals: BucketTotals
+    owned: OwnedCost
+    pack: float
+    copies: float
+    apply: float
+    gather: float = 0.0
+    back: float = 0.0
+    wire_bytes: int = 0
+
+    @property
+    def passes(self) -> float:
+        return self.pack + self.copies + self.apply
+
+    @property
+    def computing(self) -> float:
+        return self.owned.seconds + self.passes
+
+
+class BucketCost(NamedTuple):
+    """Shares of a bucket's ranks, in the order of `group`.
+
+    Attributes:
+        group: positions among all ranks of the plan.
+        latency: seconds of an empty collective.
+    """
+
+    group: tuple[int, ...]
+    round: int
+    shares: tuple[Share, ...]
+    latency: float
+
+
+class StepBytes(NamedTuple):
+    """Bytes that a step allocates on a rank.
+
+    `work`: besides exchange buffers, the largest batch of whole matrices, and temporary memory of the largest stage,
+    because the computing stream runs the stages in turn.
+    """
+
+    buffers: int
+    work: int
+
+    @property
+    def peak(self) -> int:
+        return self.buffers + self.work
+
+
+class PlanCost:
+    """Costs of buckets and of `local` matrices. `by_rank`: each rank's shares, first of its local matrices."""
+
+    def __init__(self, buckets: Sequence[Bucket], local: Sequence[OwnedCost], costs: Costs) -> None:
+        self.costs, self.ranks = costs, costs.pieces.ranks()
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        self.local = [_local_share(index, owned, costs) for index, owned in enumerate(local)]
+        self.buckets = [_bucket_cost(bucket, costs, place) for bucket in buckets]
+        self.rounds = max((bucket.round for bucket in buckets), default=LOCAL) + 1
+        self.by_rank = [[share] for share in self.local]
+        for bucket in self.buckets:
+            for share in bucket.shares:
+                self.by_rank[share.rank].append(share)
+
+    @classmethod
+    def from_plan(cls, plan: Plan, machine: MachineRates) -> PlanCost:
+        costs = Costs.from_plan(plan, machine)
+        return cls(plan.buckets, costs.local(plan.local), costs)
+
+    def busiest(self) -> float:
+        """Seconds of the rank that computes longest, without waits."""
+        return max((sum(share.computing for share in shares) for shares in self.by_rank), default=0.0)
+
+    def step_bytes(self, buffer_sets: int) -> list[StepBytes]:
+        return [_step_bytes(shares, buffer_sets, self.costs) for shares in self.by_rank]
+
+
+def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
+    # Local matrices are updated batch by batch, and nothing is sent.
+    normalizing = costs.machine.pass_seconds(owned.elements * NORMALIZING_BYTES)
+    return Share(
+        rank=index,
+        round=LOCAL,
+        totals=BucketTotals((), owned.largest, 0, 0, (), (), 0),
+        owned=owned,
+        pack=costs.pack_seconds(owned.elements, owned.batches) + normalizing,
+        copies=0.0,
+        apply=costs.apply_seconds(owned.elements, owned.batches),
+    )
+
+
+def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketCost:
+    pieces, machine, wire_bytes = costs.pieces, costs.machine, costs.wire_bytes(bucket.matrices[0])
+    totals = PATTERNS[bucket.exchange].totals(bucket, pieces)
+    across = len({pieces.node(rank) for rank in bucket.group}) > 1
+    latency = machine.network.latency if across else machine.node.latency
+    shares = []
+    for rank in bucket.group:
+        mine, owned = totals[rank], costs.owned(totals[rank].owned)
+        gather, *back = (link_seconds(traffic, wire_bytes, machine) for traffic in mine.phases)
+        shares.append(
+            Share(
+                rank=place[rank],
+                round=bucket.round,
+                totals=mine,
+                owned=owned,
+                pack=costs.pack_seconds(mine.stored),
+                copies=machine.pass_seconds(owned.elements * copied_bytes(wire_bytes)),
+                apply=costs.apply_seconds(mine.stored),
+                gather=gather,
+                # Phases of a return follow each other. The first has its latency in `BucketCost.latency`.
+                back=sum(back) + (latency * (len(back) - 1) if any(back) else 0.0),
+                wire_bytes=wire_bytes,
+            )
+        )
+    return BucketCost(tuple(place[rank] for rank in bucket.group), bucket.round, tuple(shares), latency)
+
+
+def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:
+    elementwise, row = costs.elementwise, costs.longest_row
+    stored = max(share.totals.stored for share in shares)
+    buckets = ((share.round, share.wire_bytes, share.totals.buffers) for share in shares[1:])
+    temporary = max(
+        min(stored, max(elementwise.advance_elements, row)) * elementwise.advance_bytes,
+        max(share.owned.iteration for share in shares),
+        min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
+    )
+    return StepBytes(
+        buffers=buffer_bytes(buckets, buffer_sets),
+        work=max(share.owned.assembled for share in shares) + temporary,
+    )

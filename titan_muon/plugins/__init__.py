@@ -1,0 +1,1 @@
+"""Parts for one model or framework, which nothing else imports."""

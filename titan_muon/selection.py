@@ -1,0 +1,48 @@
+"""The parts that options select and Muon hands to the engine: algorithm, methods, planner and features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .algorithms import algorithm_of
+from .engine.engine import Selection
+from .engine.orthogonalize import Dispatch
+from .engine.planning import Planner
+from .options import MuonOptions
+
+# Imports are local, so that `from titan_muon import Muon` and a step by the rule import no code of the search.
+
+
+def select(
+    options: MuonOptions, groups: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], device: torch.device
+) -> Selection:
+    """The parts for trained parameters, each with a group. Raises OptionError for an unreadable file of a machine."""
+    if options.fused == "auto":
+        from .kernels.fused import with_fused
+
+        options = with_fused(options, device, tensors, groups)
+    from .features import features_of
+
+    dispatch, planner = _dispatch_and_planner(options, device)
+    return Selection(options, algorithm_of(options, groups), dispatch, planner, features_of)
+
+
+def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:
+    from .kernels.measured import kernels_for, measured_choices
+
+    kernels, float16 = kernels_for(options.ns_kernel, device), measured_choices(device).float16
+    dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type, kernels, float16=float16)
+    if options.planner == "rule":
+        from .engine.rule import plan_by_rule
+
+        return dispatch, plan_by_rule
+    from .planner.machine import planning_machine
+    from .planner.planner import Search
+
+    machine = planning_machine(options.machine, device.type)
+    return replace(dispatch, gpu=machine.methods), Search(machine)

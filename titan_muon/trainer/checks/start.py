@@ -1,0 +1,106 @@
+"""Compares recipe, code, versions, text and tokenizer of all ranks before the first step."""
+
+import hashlib
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.tokenizer import BaseTokenizer
+
+import titan_muon
+from titan_muon import registry
+from titan_muon.engine.tensors.names import listed
+from titan_muon.trainer.data.loader import PackedDataLoader
+from titan_muon.trainer.device import passes_dtype, this_device
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe.files import written_values
+from titan_muon.trainer.recipe.toml import value_text
+
+LISTED = 8
+PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
+"""Keys that may differ: equal files may be at another path on each node, see `data_facts`."""
+
+
+def start_facts(recipe: Recipe) -> dict[str, str]:
+    """Recipe keys, versions and digests of source files on this rank, as text by name."""
+    keys = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
+    keys["dtype of parameters in passes"] = passes_dtype(recipe.training.mixed_precision_param, this_device())
+    versions = {
+        "version of Python": platform.python_version(),
+        "version of torch": torch.__version__,
+        "version of titan_muon": titan_muon.__version__,
+    }
+    with suppress(PackageNotFoundError):
+        versions["version of torchtitan"] = version("torchtitan")
+    sources = {
+        f"source file {'/'.join(file.parts[-3:])}": hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in source_files(recipe)
+    }
+    return {**keys, **versions, **sources}
+
+
+def data_facts(loader: Any, tokenizer: BaseTokenizer) -> dict[str, str]:
+    """Digests of the text and of the tokenizer on this rank. Source `hf` has no digest of its text."""
+    facts = {"digest of the tokenizer": getattr(tokenizer, "fingerprint", "unknown")}
+    if isinstance(loader, PackedDataLoader):
+        facts["digest of the text of data.files"] = loader.fingerprint
+    return facts
+
+
+def source_files(recipe: Recipe) -> list[Path]:
+    """Python files of this package, of the model's package, and of imported modules."""
+    files = {*Path(titan_muon.__file__).parent.rglob("*.py")}
+    files |= {Path(file) for name in recipe.imports if (file := sys.modules[name].__file__) is not None}
+    if recipe.model.name in registry.models.names():
+        build = registry.models.get(recipe.model.name).build
+        module = sys.modules[getattr(build, "func", build).__module__]
+        if module.__file__ is not None:
+            path = Path(module.__file__)
+            files |= {*path.parent.rglob("*.py")} if path.name == "__init__.py" else {path}
+    return sorted(files)
+
+
+def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Raise RecipeError on every rank, with names and values, if `facts` differ between ranks.
+
+    Collective over `group` (None: a single process).
+    """
+    if group is None:
+        return
+    world = dist.get_world_size(group)
+    digests: list[bytes] = [b""] * world
+    # 1,024 full reports take megabytes on every rank.
+    dist.all_gather_object(digests, hashlib.sha256(repr(sorted(facts.items())).encode()).digest(), group=group)
+    if len(set(digests)) == 1:
+        return
+    reports: list[Mapping[str, str]] = [{}] * world
+    dist.all_gather_object(reports, facts, group=group)
+    lines = differences(reports)
+    more = f"; and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
+    raise RecipeError(
+        f"ranks were started differently: {'; '.join(lines[:LISTED])}{more}. Start all ranks with the same recipe, "
+        "installed code, text and tokenizer."
+    )
+
+
+def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line for each name with unequal values; reports in rank order."""
+    lines = []
+    for name in dict.fromkeys(name for report in reports for name in report):
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, report in enumerate(reports):
+            ranks[report.get(name, "absent")].append(rank)
+        if len(ranks) > 1:
+            lines.append(f"{name} is " + " and ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items()))
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], 4)}"

@@ -1,0 +1,260 @@
+"""Files of `data.files`: paths and URLs, and the documents of a file of text, rows or tokens."""
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+import numpy as np
+from pyarrow import ArrowException, types
+from pyarrow.parquet import ParquetFile
+from torchtitan.tools.logging import logger
+
+from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.recipe.sections import Data
+from titan_muon.trainer.recipe.toml import without_password
+
+FORMATS = (".bin", ".jsonl", ".md", ".npy", ".parquet", ".txt")
+"""Files that a folder in `data.files` contributes."""
+ROWS = (".jsonl", ".parquet")
+TOKENS = (".bin", ".npy")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+LLM_C = {np.array(number, "<i4").tobytes(): dtype for number, dtype in ((20240520, "uint16"), (20240801, "uint32"))}
+"""dtype of tokens by the first bytes of a header of llm.c, 1,024 bytes, for GPT-2 and for Llama 3."""
+HTTP_SECONDS = 10.0
+"""An HTTP server that sends nothing for so long has failed."""
+TOKENS_AT_ONCE = 1 << 20
+"""Tokens after which a document ends. With marks, a document may have up to twice as many."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of documents: rows of `.jsonl` or `.parquet`, tokens of `.bin` or `.npy`, otherwise a single document."""
+
+    name: str  # sort key
+    path: str  # or URL
+    size: int  # bytes
+    version: str  # changes with the content
+    entry: int  # number of the entry in `data.files`
+    data: Data
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.path.endswith(TOKENS)
+
+    def contents(self) -> Iterator[bytes]:
+        """Each non-empty document: UTF-8 text, or ids as little-endian uint32. Raises RecipeError for a bad file."""
+        for content in self.rows():
+            if isinstance(content, bytes):
+                yield content
+
+    def rows(self) -> Iterator[bytes | RecipeError]:
+        """As `contents`, and with `data.bad_rows` = "skip" an error for each skipped row."""
+        if self.path.endswith(COMPRESSED):
+            raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
+        try:
+            # A local path may have characters of URLs.
+            with _opened(self.path) if "://" in self.path else open(self.path, "rb") as stream:
+                for content in self._read(stream):
+                    if isinstance(content, RecipeError) and self.data.bad_rows == "refuse":
+                        raise content
+                    if content:
+                        yield content.encode(errors="replace") if isinstance(content, str) else content
+        except (OSError, ArrowException) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise RecipeError(f"data.files: {self.path!r} cannot be read: {problem}") from error
+
+    def _read(self, stream: Any) -> Iterator[bytes | str | RecipeError]:
+        if self.has_tokens:
+            return self._documents_of_tokens(stream)
+        if self.path.endswith(ROWS):
+            return self._json_rows(stream) if self.path.endswith(".jsonl") else self._parquet_rows(stream)
+        return iter([stream.read()])
+
+    def _json_rows(self, stream: Any) -> Iterator[str | RecipeError]:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield self._json_row(f"data.files: {self.path}:{number}", line.decode("utf-8", errors="replace"))
+
+    def _json_row(self, place: str, line: str) -> str | RecipeError:
+        try:
+            row = json.loads(line)
+        except RecursionError:
+            return RecipeError(f"{place}: its lists or objects are nested too deeply")
+        except ValueError as error:
+            return RecipeError(f"{place}: not JSON: {error}")
+        if not isinstance(row, dict):
+            return RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
+        if problem := self._missing_field(place, row):
+            return problem
+        if not isinstance(text := row[self.data.text_key], str):
+            field = f"{self.data.text_key!r} (data.text_key)"
+            return RecipeError(f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row")
+        return text
+
+    def _parquet_rows(self, stream: Any) -> Iterator[str]:
+        table = ParquetFile(stream)
+        if problem := self._missing_field(f"data.files: {self.path}", table.schema_arrow.names):
+            raise problem
+        kind = table.schema_arrow.field(self.data.text_key).type
+        if "string" not in str(kind) or types.is_nested(kind):
+            field = f"{self.data.text_key!r} (data.text_key)"
+            raise RecipeError(f"data.files: {self.path}: {field} is of type {kind}, not text; name a field with text")
+        for batch in table.iter_batches(columns=[self.data.text_key]):
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+
+    def _missing_field(self, place: str, names: Collection[str]) -> RecipeError | None:
+        key = self.data.text_key
+        missing = f"{place} has no field data.text_key = {key!r}; it has {', '.join(names)}"
+        return RecipeError(missing) if key not in names else None
+
+    def _documents_of_tokens(self, stream: Any) -> Iterator[bytes]:
+        if self.path.endswith(".npy"):
+            array = _array(self.path, stream)
+            chunks = iter(np.split(array, range(TOKENS_AT_ONCE, len(array), TOKENS_AT_ONCE)))
+        else:
+            chunks = self._raw_tokens(stream)
+        rest, marks = np.empty(0, "<u4"), np.array(self.data.token_marks, np.int64)
+        for chunk in chunks:
+            ids = np.concatenate([rest, chunk.astype("<u4")])
+            *documents, rest = np.split(ids, np.flatnonzero(np.isin(ids, marks)))
+            if len(rest) >= TOKENS_AT_ONCE:
+                documents, rest = [*documents, rest], rest[:0]
+            yield from (_without_mark(document, marks) for document in documents)
+        yield _without_mark(rest, marks)
+
+    def _raw_tokens(self, stream: Any) -> Iterator[np.ndarray]:
+        of_header = LLM_C.get(stream.read(4))
+        stream.seek(1024 if of_header else 0)
+        dtype = np.dtype(of_header or self.data.token_dtype).newbyteorder("<")
+        while content := stream.read(TOKENS_AT_ONCE * dtype.itemsize):
+            if len(content) % dtype.itemsize:
+                raise RecipeError(f"data.files: {self.path} is cut off within a token of {dtype}; see data.token_dtype")
+            yield np.frombuffer(content, dtype)
+
+
+def _without_mark(ids: np.ndarray, marks: np.ndarray) -> bytes:
+    return ids[np.isin(ids[:1], marks).sum() :].tobytes()
+
+
+def _array(path: str, stream: Any) -> np.ndarray:
+    try:
+        ids: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+    # A damaged header may ask for any size.
+    except (ValueError, MemoryError) as error:
+        raise RecipeError(f"data.files: {path!r} cannot be read: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= 1 << 32:
+        wrong = f"has {ids.dtype} numbers of shape {ids.shape}"
+        raise RecipeError(f"data.files: {path} {wrong}; a file of tokens has one axis of integers from 0 to 2**32 - 1")
+    return ids
+
+
+def data_files(data: Data) -> tuple[DataFile, ...]:
+    """Files of a `[data]` table, empty ones too, sorted by name. Raises RecipeError for entries without files."""
+    found = _python_files() if data.source == "python" else _matched_files(data)
+    # A folder's listing depends on the file system, and the order decides every batch.
+    return tuple(_data_file(name, *found[name], data) for name in sorted(found))
+
+
+def _data_file(name: str, path: str, entry: int, data: Data) -> DataFile:
+    if "://" not in path:
+        status = os.stat(path)
+        return DataFile(name, path, status.st_size, str(status.st_mtime_ns), entry, data)
+    system, inside = _file_system(path)
+    return DataFile(name, path, system.size(inside), system.ukey(inside), entry, data)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there."""
+    if not url.startswith(("http://", "https://")):
+        found: tuple[Any, str] = fsspec.url_to_fs(url)
+        return found
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(sock_connect=HTTP_SECONDS, sock_read=HTTP_SECONDS)
+    return fsspec.url_to_fs(url, client_kwargs={"timeout": limit})
+
+
+def _opened(url: str) -> Any:
+    system, inside = _file_system(url)
+    return system.open(inside, "rb")
+
+
+Found = dict[str, tuple[str, int]]
+"""Path or URL, and the number of the entry in `data.files`, by name."""
+
+
+def _python_files() -> Found:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: Found = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
+        paths = (Path(folder, file) for file in files if file.endswith(".py"))
+        sources |= {path.relative_to(root).as_posix(): (str(path), 0) for path in paths if path.is_file()}
+    if not sources:
+        raise RecipeError(f"data.source = 'python': no .py file in {root}; use data.source = 'files' and data.files")
+    return sources
+
+
+def _matched_files(data: Data) -> Found:
+    """Matching files by path from their deepest common folder, independent of the working directory."""
+    if not data.files:
+        raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
+    entries: dict[str, int] = {}
+    for number, pattern in enumerate(data.files):
+        for file in _matches(pattern) if "://" in pattern else _local_matches(pattern):
+            # Patterns or links may match a file twice, to be trained on and held out.
+            if entries.setdefault(file, number) != number and data.weights:
+                both = f"data.files[{entries[file]}] and data.files[{number}]"
+                raise RecipeError(f"data.weights: {both} both match {file}; an entry with a weight has its own files")
+    paths = {file: PurePosixPath("/", file) for file in entries}
+    root = os.path.commonpath([path.parent for path in paths.values()])
+    return {path.relative_to(root).as_posix(): (file, entries[file]) for file, path in paths.items()}
+
+
+def _matches(pattern: str) -> list[str]:
+    """URLs of the files that match a URL."""
+    if "::" in pattern:
+        raise RecipeError(f"data.files: {pattern!r} chains file systems; unpack the files, and name their own URL")
+    try:
+        logger.info("Looking for the files of %s", without_password(pattern))
+        system, path = _file_system(pattern)
+        if system.isdir(path):
+            below = system.find(path)
+            found = [file for file in below if file.endswith(FORMATS) and "/." not in file.removeprefix(path)]
+        else:
+            found = [file for file, about in system.glob(path, detail=True).items() if about["type"] == "file"]
+    # A file system of another package may raise anything.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".rstrip(": ")
+        remedy = "Check the URL, or copy the files and name the copies."
+        raise RecipeError(f"data.files: {pattern!r} cannot be read: {problem}. {remedy}") from error
+    if not found:
+        raise RecipeError(f"data.files: {pattern!r} matches no file of {', '.join(FORMATS)}")
+    return [system.unstrip_protocol(file) for file in found]
+
+
+def _local_matches(pattern: str) -> list[str]:
+    """Resolved paths of the files that match a local pattern."""
+    expanded = os.path.expanduser(pattern)
+    if os.path.isdir(expanded):
+        matches = [path for path in files_below(expanded) if path.endswith(FORMATS)]
+        problem = f"the folder {pattern!r} has no file of {', '.join(FORMATS)}"
+        remedy = f". Name other files by a pattern, as {os.path.join(pattern, '**', '*.py')!r}"
+    else:
+        matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
+        problem, remedy = f"{pattern!r} matches no file", f" (seen from {os.getcwd()})"
+    if not matches:
+        raise RecipeError(f"data.files: {problem}{remedy}")
+    return [str(Path(path).resolve()) for path in matches]
+
+
+def files_below(folder: str) -> list[str]:
+    """Files of a folder and its folders, in order, without hidden ones."""
+    paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
+    return sorted(path for path in paths if os.path.isfile(path))

@@ -1,0 +1,103 @@
+"""`--dry-run`: print the recipe, the assignment, the plan and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from titan_muon.assignment.table import decay_lines, parameter_table
+from titan_muon.forecast import lines
+from titan_muon.trainer.assign import explain
+from titan_muon.trainer.checks.machine import data_problems
+from titan_muon.trainer.dry_run.stages import StageReport, dry_run, is_for_this_machine
+from titan_muon.trainer.dry_run.verdict import verdict_lines
+from titan_muon.trainer.model.qk_clip import qk_clip_lines
+from titan_muon.trainer.recipe import RecipeError, to_toml
+from titan_muon.trainer.recipe.command_line import Command
+from titan_muon.trainer.recipe.toml import without_password
+
+KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
+
+
+def report(command: Command) -> None:
+    """Print the plan of training, by default on the smallest world of the degrees.
+
+    Raises RecipeError like training, or for a file that cannot be written.
+    """
+    # A refused recipe shows only its error.
+    recipe, full, parts = command.recipe, command.full, dry_run(command.recipe, command.world_size, command.device)
+    first, kind = parts[0].meta, parts[0].meta.device
+    if command.verbose:
+        print(without_password(to_toml(recipe)))
+    _print(parts, lambda part: [parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)])
+    dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
+    whole = first.optimizers.whole
+    counts = [
+        *lines.optimizer_lines(whole, recipe.muon.split, first.world_size),
+        *decay_lines(*(part.meta.optimizers.groups for part in parts)),
+        *explain.weight_lines(whole, dtypes, recipe.muon.expert.rounding),
+        *qk_clip_lines(recipe.qk_clip, first.logit_bytes, first.world_size),
+        f"planned for {KINDS.get(kind, kind)}",
+    ]
+    print("\n".join(["", *counts]))
+    _print(parts, lambda part: _plan_lines(part, full=full))
+    _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.estimate.machine))
+    for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
+        print(f"\nwarning: training on this machine would be refused: {problem}")
+    if command.json is not None:
+        _write("--json", command.json, _json_text(parts))
+
+
+def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:
+    """Print the lines of each pipeline stage, below a heading if there are several."""
+    for part in parts:
+        meta = part.meta
+        heading = [explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)] if len(parts) > 1 else []
+        print("\n".join(["", *heading, *text(part)]))
+
+
+def _plan_lines(part: StageReport, *, full: bool) -> Iterable[str]:
+    yield from lines.step_lines(part.meta, part.estimate)
+    yield from lines.memory_lines(part.estimate, full=full)
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    """Write a file of the command line's `flag`. Raises RecipeError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
+        raise RecipeError(f"{flag} {path}: {problem}") from error
+    print(f"\nwrote {path}")
+
+
+def _json_text(parts: Sequence[StageReport]) -> str:
+    stages = [_document(part) for part in parts]
+    world = parts[0].meta.world_size
+    document = stages[0] if len(stages) == 1 else {"world_size": world, "pipeline_ranks": stages}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _document(part: StageReport) -> dict[str, object]:
+    verdict, estimate, memory = part.verdict, part.estimate, part.estimate.memory
+    return {
+        "world_size": part.meta.world_size,
+        "parameters": [asdict(assignment) for assignment in part.meta.assigned],
+        "memory": memory.sizes | memory.host_sizes | {"uncounted_optimizers": memory.uncounted},
+        "verdict": {
+            "machine": estimate.machine.name,
+            "fits": verdict.fits,
+            "peak_bytes": verdict.peak,
+            "capacity_bytes": verdict.capacity,
+            "modelled_muon_seconds": verdict.optimizers,
+            "modelled_adamw_seconds": verdict.adamw,
+            "overhead_over_adamw": verdict.overhead,
+            "overhead_in_one_pass": verdict.overhead_in_one_pass,
+            "passes_below_one_percent": verdict.passes_below_one_percent,
+            "training": asdict(verdict.training),
+        },
+        "owners": [{"rank": rank, **asdict(load)} for rank, load in estimate.loads.items()],
+        **({} if estimate.summary is None else asdict(estimate.summary)),
+    }

@@ -1,0 +1,92 @@
+"""TorchTitan's parallelization of a model, plus placement and the CPU's needs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_muon import registry
+from titan_muon.trainer.model.attention import share_dense_mask
+from titan_muon.trainer.model.owned_placement import check_placement_rules, owned
+from titan_muon.trainer.model.pipeline import check_pipeline, wrap_pipelining
+from titan_muon.trainer.model.spec import whole_model
+from titan_muon.trainer.recipe import Recipe, RecipeError, as_recipe_errors
+from titan_muon.trainer.recipe.constraints import owns
+from titan_muon.trainer.torchtitan import compat
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
+registry.placements.register("owned", owned)
+
+MASK_BLOCK = 128
+
+
+def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
+    """`spec` with the recipe's placement and the backend's needs in parallelize_fn.
+
+    Raises RecipeError for an unknown placement and for degrees unfit for the model.
+    """
+    degrees = recipe.parallelism
+    with as_recipe_errors():
+        place = registry.placements.get("owned" if owns(recipe) else recipe.placement.muon)
+    if recipe.placement.rule:
+        check_placement_rules(recipe, whole_model(spec))
+    check_pipeline(spec.model, degrees)
+    _check_heads(spec.model, degrees.tensor_parallel_degree)
+    _check_experts(spec.model, degrees.expert_parallel_degree)
+    pipelining_fn = spec.pipelining_fn
+    return dataclasses.replace(
+        spec,
+        parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe), recipe.training.seq_len),
+        pipelining_fn=None if pipelining_fn is None else wrap_pipelining(pipelining_fn, recipe),
+    )
+
+
+def wrap_parallelize(parallelize_fn: Callable[..., nn.Module], seq_len: int) -> Callable[..., nn.Module]:
+    """`parallelize_fn` with a check of the sequence before, and changes for the backend after."""
+
+    def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
+        _check_sequence(seq_len, kwargs["parallelism"].context_parallel_degree)
+        model = parallelize_fn(model, **kwargs)
+        share_dense_mask(model)
+        for module in model.modules() if compat.install() else ():
+            # Sum and divide separately, because gloo lacks FSDP2's PREMUL_SUM.
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return parallelize
+
+
+def _check_heads(model: Any, degree: int) -> None:
+    attention = model.first_attention
+    # None means the number of query heads; latent attention (MLA) has no key-value heads.
+    kv_heads = getattr(attention, "n_kv_heads", None)
+    kv_heads = attention.n_heads if kv_heads is None else kv_heads
+    if attention.n_heads % degree or kv_heads % degree:
+        raise RecipeError(
+            f"parallelism.tensor_parallel_degree = {degree} must divide the model's {attention.n_heads} query heads "
+            f"and {kv_heads} key-value heads"
+        )
+
+
+def _check_experts(model: Any, degree: int) -> None:
+    experts = {layer.moe.num_experts for layer in model.layers if layer.moe is not None}
+    if degree > 1 and not experts:
+        raise RecipeError(f"parallelism.expert_parallel_degree = {degree}, but the model has no experts; set it to 1")
+    for number in sorted(experts):
+        if number % degree:
+            raise RecipeError(f"parallelism.expert_parallel_degree = {degree} must divide the model's {number} experts")
+
+
+def _check_sequence(length: int, context_parallel: int) -> None:
+    # torch shards the document mask in whole blocks, and fails only at the first batch.
+    unit = MASK_BLOCK * context_parallel
+    if context_parallel > 1 and length % unit:
+        raise RecipeError(
+            f"training.seq_len = {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
+            f"parallelism.context_parallel_degree = {context_parallel} ranks"
+        )

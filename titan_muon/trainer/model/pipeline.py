@@ -1,0 +1,98 @@
+"""Pipeline stages: checks of the schedule, and initial values independent of the pipeline degree."""
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+
+from titan_muon.trainer.device import forked_rng
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe.sections import Parallelism
+
+
+def check_pipeline(model: Any, degrees: Parallelism) -> None:
+    """Raise RecipeError for an unusable schedule and for stages unfit for the model."""
+    if degrees.pipeline_parallel_degree == 1:
+        return
+    schedule, parts = _schedule(degrees), degrees.module_fqns_per_model_part
+    if parts is None:
+        return
+    # TorchTitan silently drops unlisted modules, and runs stages in the listed order.
+    expected = ["tok_embeddings", *(f"layers.{index}" for index in range(len(model.layers))), "norm", "lm_head"]
+    named = [name for part in parts for name in part]
+    if named != expected:
+        wrong = next((pair for pair in zip(named, expected, strict=False) if pair[0] != pair[1]), None)
+        problem = f"it has {wrong[0]!r} in the place of {wrong[1]!r}" if wrong else f"it names {len(named)} modules"
+        raise RecipeError(
+            f"parallelism.module_fqns_per_model_part must name the model's {len(expected)} modules once each and in "
+            f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {problem}"
+        )
+    ranks, single = degrees.pipeline_parallel_degree, issubclass(schedule, PipelineScheduleSingle)
+    if len(parts) % ranks or (single and len(parts) != ranks):
+        fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
+        raise RecipeError(
+            f"parallelism.module_fqns_per_model_part has {len(parts)} parts; {degrees.pipeline_parallel_schedule} on "
+            f"parallelism.pipeline_parallel_degree = {ranks} takes {fit}"
+        )
+
+
+def _schedule(degrees: Parallelism) -> type:
+    key, name = "parallelism.pipeline_parallel_schedule", degrees.pipeline_parallel_schedule
+    csv = degrees.pipeline_parallel_schedule_csv
+    try:
+        schedule: type = get_schedule_class(name)
+    except ValueError as error:
+        raise RecipeError(f"{key} = {name!r}: {error}") from error
+    if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
+        # TorchTitan finds the rank with the loss by this spelling only.
+        raise RecipeError(f"{key} = {name!r}: write it 'ZBVZeroBubble'")
+    if schedule is ScheduleDualPipeV:
+        problem = "TorchTitan would report the loss of a rank that has none; use 'ZBVZeroBubble'"
+        raise RecipeError(f"{key} = {name!r}: {problem}")
+    if csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+        raise RecipeError(f"{key} = {name!r} has no order of its own; name another, or a file in {key}_csv")
+    if csv is not None and not os.path.isfile(csv):
+        raise RecipeError(f"{key}_csv = {csv!r} is not a file")
+    return schedule
+
+
+def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
+    """`pipelining_fn` with the whole model's initial values in the stages."""
+
+    def pipeline(model: nn.Module, **kwargs: Any) -> Any:
+        schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
+        for part in parts:
+            part.init_weights = partial(init_within, model, part, recipe.debug.seed)
+        return schedule, parts, has_first, has_last
+
+    return pipeline
+
+
+def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
+    """Draw the initial values of `whole`, the model on the meta device, and keep those of the stage `part`.
+
+    Initializers must draw for meta tensors on the default device, as in `models.common`.
+    """
+    device = next(part.parameters()).device
+    complete: Any = copy.deepcopy(whole)
+    for name, module in part.named_children():
+        if isinstance(module, nn.ModuleDict):
+            complete.get_submodule(name).update(module)
+        else:
+            setattr(complete, name, module)
+    # TorchTitan seeds each stage differently.
+    with forked_rng(device), device:
+        torch.manual_seed(seed)
+        complete.init_weights(buffer_device=buffer_device)
+    del part.init_weights

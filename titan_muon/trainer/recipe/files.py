@@ -1,0 +1,146 @@
+"""Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from titan_muon.options import Expert
+from titan_muon.trainer.recipe.constraints import check
+from titan_muon.trainer.recipe.flags import read_flags
+from titan_muon.trainer.recipe.schema import build, convert, convert_items, keys, values, without_removed
+from titan_muon.trainer.recipe.sections import AdamW, Muon, Recipe, Rule
+from titan_muon.trainer.recipe.toml import Entry, RecipeError, document_text, read_file, read_layers, with_data_source
+
+TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    notice: Callable[[str], None] = lambda line: None,
+    *,
+    saved: bool = False,
+) -> Recipe:
+    """Recipe of a TOML file, its bases and `--section.key value` overrides.
+
+    `notice` gets a line for each adjusted value. `saved`: a run wrote the file, perhaps of 0.2.0. Raises
+    RecipeError for an invalid recipe.
+    """
+    file = Path(path)
+    written, flags = read_layers(file), with_data_source(read_flags(overrides))
+    layers = [*map(without_removed, written), flags] if saved else [*written, flags]
+    entries = {"name": Entry(file.stem, str(file))} | _merged(layers)
+    sources = {key: entry.source for key, entry in entries.items()}
+    recipe = _build(entries, str(file))
+    recipe = _with_shorter_warmup(recipe, layers, notice)
+    # Not before: a base may be valid only together with a file.
+    check(recipe, sources, str(file))
+    return recipe
+
+
+def _build(entries: Mapping[str, Entry], file: str, *, ranges: bool = True) -> Recipe:
+    """The recipe of `entries`. Options of its rules have the types of the optimizer's table."""
+    recipe = build(Recipe, entries, ranges=ranges)
+    source = entries["optimizer.rule"].source if "optimizer.rule" in entries else file
+    rules = [_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule)]
+    return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
+
+
+def _typed(rule: Rule, place: str, source: str) -> Rule:
+    # Other packages' optimizers validate options when built.
+    tables = TYPED_OPTIMIZERS.get(rule.optimizer)
+    return rule if tables is None else replace(rule, options=convert_items(tables, rule.options, place, source))
+
+
+def _merged(layers: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:
+    return {key: entry for layer in layers for key, entry in layer.items()}
+
+
+def _with_shorter_warmup(
+    recipe: Recipe, layers: Sequence[Mapping[str, Entry]], notice: Callable[[str], None]
+) -> Recipe:
+    """A proportional warm-up, if a file or the command line sets fewer steps than the warm-up and decay of its base.
+
+    `layers`: keys of bases, file and command line.
+    """
+    schedule, steps = recipe.lr_scheduler, recipe.training.steps
+    fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
+    warmup, decay = schedule.warmup_steps, round(steps * (schedule.decay_ratio or 0))
+    last = max((number for number, layer in enumerate(layers) if "training.steps" in layer), default=0)
+    if any(key in layer for layer in layers[last:] for key in fixed) or schedule.total_steps is not None:
+        return recipe
+    if warmup == 0 or warmup + decay <= steps:
+        return recipe
+    before = _alone(_merged(layers[:last]))[0].training.steps
+    if before < 1:
+        return recipe
+    shorter = min(max(1, warmup * steps // before), steps - decay)
+    because = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
+    notice(f"lr_scheduler.warmup_steps = {shorter}: {because}")
+    return replace(recipe, lr_scheduler=replace(schedule, warmup_steps=shorter))
+
+
+def import_modules(recipe: Recipe) -> None:
+    """Import the modules of `imports`, also from the working directory. Raises RecipeError for a missing module."""
+    for name in recipe.imports:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            where = f"install it, or start in the folder of {name.partition('.')[0]}.py (now {os.getcwd()})"
+            raise RecipeError(f"imports: there is no module {name!r}; {where}") from error
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML, equal when loaded. Raises RecipeError for values outside of TOML, such as NaN."""
+    kinds, written = keys(Recipe), written_values(recipe)
+    for key, value in written.items():
+        convert(kinds[key], value, key, "recipe")
+    return document_text(written)
+
+
+def written_values(recipe: Recipe) -> dict[str, object]:
+    """Values of a resolved recipe file by dotted key, without absent keys."""
+    return {key: _plain(value) for key, value in values(recipe).items() if value is not None}
+
+
+def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
+    """Keys with other values in `recipe` than in the file."""
+    file, wrong = _alone(read_file(Path(path)))
+    written = values(file)
+    return tuple(k for k, value in values(recipe).items() if (value != written[k] or k in wrong) and k != "name")
+
+
+def _alone(entries: Mapping[str, Entry]) -> tuple[Recipe, Collection[str]]:
+    """The recipe of a file without the command line, and keys with values that only the command line makes right."""
+    kinds, wrong = keys(Recipe), set[str]()
+    for key, entry in entries.items():
+        try:
+            if key in kinds:
+                convert(kinds[key], entry.value, key, entry.source)
+        except RecipeError:
+            wrong.add(key)
+    return _build({key: entry for key, entry in entries.items() if key not in wrong}, "file", ranges=False), wrong
+
+
+def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeError:
+    """An error about a key, after the file or command line with the key; unchanged for a default."""
+    sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
+    sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
+    key = re.match(r"\w+(\.\w+)+", str(error))
+    return error if key is None or key[0] not in sources else RecipeError(f"{sources[key[0]]}: {error}")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        inner = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {name: item for name, item in inner.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
