@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.tools.logging import logger
 
 from titan_muon import options
 from titan_muon.algorithms import algorithm_of
@@ -31,6 +31,8 @@ from titan_muon.plugins.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.trainer.device import adamw_implementation
 from titan_muon.trainer.recipe import Recipe, RecipeError, as_recipe_errors
 from titan_muon.trainer.torchtitan.slot import check_unread_fields
+
+logger = logging.getLogger(__name__)
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):

@@ -1,6 +1,7 @@
 """Rows that one process makes and all processes map into memory. No collectives."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -9,9 +10,10 @@ from typing import Any
 
 import pyarrow
 from filelock import FileLock
-from torchtitan.tools.logging import logger
 
 from titan_muon.trainer.recipe import RecipeError
+
+logger = logging.getLogger(__name__)
 
 ROWS_IN_MEMORY = 100
 """A row may be the tokens of a book."""

@@ -1,5 +1,6 @@
 """All documents as tokens, memory-mapped from a cache. No collectives."""
 
+import logging
 import time
 import zlib
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from pyarrow import ChunkedArray
-from torchtitan.tools.logging import logger
 
 from titan_muon.options import plural
 from titan_muon.trainer.data.cache import cached, digest
@@ -17,6 +17,8 @@ from titan_muon.trainer.data.documents import Documents
 from titan_muon.trainer.data.files import DataFile
 from titan_muon.trainer.data.tokenizers import DocumentTokenizer
 from titan_muon.trainer.recipe import RecipeError
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = "1"
 """Increment when the tokens of a text change."""

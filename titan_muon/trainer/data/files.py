@@ -2,6 +2,7 @@
 
 import glob
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Collection, Iterator
@@ -13,11 +14,12 @@ import fsspec
 import numpy as np
 from pyarrow import ArrowException, types
 from pyarrow.parquet import ParquetFile
-from torchtitan.tools.logging import logger
 
 from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.recipe.sections import Data
 from titan_muon.trainer.recipe.toml import without_password
+
+logger = logging.getLogger(__name__)
 
 FORMATS = (".bin", ".jsonl", ".md", ".npy", ".parquet", ".txt")
 """Files that a folder in `data.files` contributes."""

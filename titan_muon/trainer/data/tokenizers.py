@@ -1,5 +1,6 @@
 """Tokenizers for TorchTitan's trainer. Two marks enclose a document."""
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,12 +10,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.tools.logging import logger
 
 from titan_muon.trainer.data.cache import cached, digest
 from titan_muon.trainer.data.documents import Documents
 from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.recipe.sections import Data
+
+logger = logging.getLogger(__name__)
 
 BYTES = 256
 MARKS = 2

@@ -1,14 +1,16 @@
 """Loss on held-out documents: the same sequences in every validation."""
 
+import logging
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.components.validate import Validator
-from torchtitan.tools.logging import logger
 
 from titan_muon.trainer.data.loader import PackedDataLoader
+
+logger = logging.getLogger(__name__)
 
 
 class HeldOutValidator(Validator):

@@ -1,4 +1,4 @@
-"""Console output of a run: rank 0's lines, and the useful part of TorchTitan's log."""
+"""Console output of a run: rank 0's lines, and warnings of all libraries."""
 
 import hashlib
 import logging
@@ -11,14 +11,6 @@ from tqdm import tqdm
 from titan_muon.engine.tensors.process_groups import default_store
 from titan_muon.trainer.recipe.toml import without_password
 
-NOISE = (
-    *("[GC]", "Peak FLOPS", "CPU capacity", "CPU memory usage", "Building ", "Optimizer ", "Model ", "Applied "),
-    *("TensorBoard logging enabled", "Trainer is initialized", "Checkpointing active", "Destroying the purge thread"),
-    *("Loading the checkpoint", "Finished loading", "Finished saving", "Last step checkpoint completed"),
-    *("Saving a full checkpoint at last step", "Synchronizing and adjusting timeout", "Sleeping 2 seconds"),
-    *("Successfully created meshes", "Total parameter count", "Training starts at step", "Training completed"),
-)
-"""Beginnings of lines of TorchTitan that repeat ours, or say nothing to a user."""
 NOISY_WARNINGS = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
@@ -27,13 +19,13 @@ NOISY_WARNINGS = (
 )
 """Beginnings of warnings without a remedy."""
 
-# At level WARNING under --quiet.
-_QUIET = logging.getLogger("titan_muon")
+# At level INFO, and WARNING under --quiet.
+_OURS = logging.getLogger("titan_muon")
 
 
 def is_quiet() -> bool:
     """Whether the console shows errors, warnings and the summary only."""
-    return _QUIET.level >= logging.WARNING
+    return _OURS.level >= logging.WARNING
 
 
 def show(text: str) -> None:
@@ -64,12 +56,12 @@ def _is_first(event: str) -> bool:
 
 
 class _Useful(logging.Filter):
-    """Drops noise. Ranks other than 0 show errors, and warnings new to the job."""
+    """Drops NOISY_WARNINGS. Ranks other than 0 show errors, and warnings new to the job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = dist.get_rank() if dist.is_initialized() else 0
         text = record.getMessage()
-        if text.startswith(NOISY_WARNINGS if record.levelno >= logging.WARNING else NOISE):
+        if text.startswith(NOISY_WARNINGS):
             return False
         if record.levelno != logging.WARNING or not dist.is_initialized():
             return rank == 0 or record.levelno > logging.WARNING
@@ -90,14 +82,13 @@ class _Console(logging.Handler):
 
 
 def set_up_logging(*, quiet: bool = False) -> None:
-    """Send the log to the console."""
-    _QUIET.setLevel(logging.WARNING if quiet else logging.NOTSET)
+    """Send our log and warnings of all libraries to the console."""
+    _OURS.setLevel(logging.WARNING if quiet else logging.INFO)
     # CPU models draw initial values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
     # TorchTitan's schedules query the rate like this on loading, and get the right rate.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
     handler = _Console()
     handler.addFilter(_Useful())
-    logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO, handlers=[handler], format="%(message)s", force=True
-    )
+    # The root is TorchTitan's logger, whose other lines repeat ours.
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)

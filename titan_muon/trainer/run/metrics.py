@@ -11,7 +11,7 @@ import textwrap
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
-from torchtitan.components.metrics import BaseLogger, MetricsProcessor, WandBLogger, _get_metrics_rank
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+    WandBLogger,
+    _get_metrics_rank,
+)
 from torchtitan.distributed import ParallelDims
 from tqdm import tqdm
 
@@ -39,25 +46,22 @@ TAGS = {
 WANDB_ID_FILE = "wandb_id"
 
 
-class Boards(BaseLogger):
+class Boards(LoggerContainer):
     """Places for metrics that together end no run: a board that cannot write is named and left out."""
-
-    def __init__(self, boards: Iterable[BaseLogger]) -> None:
-        self._boards = list(boards)
-
-    def _each(self, action: Callable[[BaseLogger], None]) -> None:
-        for board in [*self._boards]:
-            try:
-                action(board)
-            except OSError as error:
-                self._boards.remove(board)
-                show(f"warning: {type(board).__name__} gets no more metrics, and {METRICS} does: {error}")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self._each(lambda board: board.log(metrics, step))
 
     def close(self) -> None:
         self._each(lambda board: board.close())
+
+    def _each(self, action: Callable[[BaseLogger], None]) -> None:
+        for board in [*self._loggers]:
+            try:
+                action(board)
+            except OSError as error:
+                self._loggers.remove(board)
+                show(f"warning: {type(board).__name__} gets no more metrics, and {METRICS} does: {error}")
 
 
 class JsonLines(BaseLogger):
@@ -94,21 +98,18 @@ class JsonLines(BaseLogger):
         return None
 
 
-class TensorBoard(BaseLogger):
-    """Writes metrics as scalars, and the recipe as text."""
+class TensorBoard(TensorBoardLogger):
+    """Writes metrics as scalars at once, and the recipe as text."""
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
-        # A continued run repeats the steps after the checkpoint.
+        # TorchTitan's has no purge: a continued run repeats the steps after the checkpoint.
+        self.tag = None
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
         self.writer.add_text("recipe", textwrap.indent(recipe, "    "), first_step - 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        for tag, value in tagged(metrics):
-            self.writer.add_scalar(tag, value, step)
+        super().log(dict(tagged(metrics)), step)
         self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 class WandB(WandBLogger):
@@ -154,7 +155,12 @@ def tagged(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class RunMetrics(MetricsProcessor):
-    """Reports on the rank with the loss."""
+    """TorchTitan's metrics with a run's records, on the rank with the loss.
+
+    The trainer sets these attributes, as TorchTitan's sets `num_flops_per_token`. `measure`: other values of a logged
+    step, called on every rank. `tokens`: tokens of the run until now. `bytes_per_token`: of the held-out text, None if
+    unknown.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -166,6 +172,9 @@ class RunMetrics(MetricsProcessor):
     config: Config
     ntokens_since_last_log: int
     time_last_log: float
+    measure: Callable[[], dict[str, Any]]
+    tokens: Callable[[], int]
+    bytes_per_token: float | None
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
         # super() calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
@@ -173,40 +182,34 @@ class RunMetrics(MetricsProcessor):
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
-        self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-        self.last_loss: float | None = None
-        self.validation_loss: float | None = None
-        """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
+        self.losses: tuple[float, float] | None = None
+        """Loss and gradient norm of the last logged step."""
+        self.validation: tuple[float, int] | None = None
+        """Loss and step of the last validation; under pipeline parallelism the loss only on ranks of the last stage."""
         self._best = math.inf, 0
-        self.begin_step()
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
         self._bar: tqdm[Any] | None = None
         self._paused: tuple[float, int] | None = None
 
     def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> BaseLogger:
+        boards = Boards()
         if not (self.is_reporter or config.save_for_all_ranks):
-            return Boards([])
+            return boards
         rank = "" if self.is_reporter else f"rank-{dist.get_rank()}"
-        boards: list[BaseLogger] = [JsonLines(Path(dump_folder, rank, METRICS))]
+        boards.add_logger(JsonLines(Path(dump_folder, rank, METRICS)))
         try:
             if config.enable_tensorboard:
                 folder = Path(dump_folder, config.save_tb_folder, rank)
-                boards.append(TensorBoard(folder, config.first_step, config.recipe))
+                boards.add_logger(TensorBoard(folder, config.first_step, config.recipe))
             if config.enable_wandb:
-                boards.append(WandB(Path(dump_folder, rank), config.recipe))
+                boards.add_logger(WandB(Path(dump_folder, rank), config.recipe))
         except OSError as error:
             raise unusable(dump_folder, error) from error
-        return Boards(boards)
-
-    def begin_step(self) -> None:
-        self.logged: tuple[float, float] | None = None
-        """Loss and gradient norm, if TorchTitan logs the step."""
-        self.validated: tuple[float, Mapping[str, Any]] | None = None
-        """Loss and other metrics of a validation after the step."""
+        return boards
 
     def should_log(self, step: int) -> bool:
-        return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
+        return step == self.config.total_steps or super().should_log(step)
 
     def pause(self) -> None:
         """Exclude everything until `resume` from the training's tokens and time."""
@@ -218,10 +221,6 @@ class RunMetrics(MetricsProcessor):
             # The next report divides by the time since `time_last_log`.
             self.time_last_log += time.perf_counter() - began
             self._paused = None
-
-    def peak_memory(self) -> float:
-        """Peak of reserved GiB on this rank's device since the last report."""
-        return float(self.device_memory_monitor.get_peak_stats().max_reserved_gib)
 
     def start(self, step: int) -> None:
         """Measure from the end of `step` on."""
@@ -236,8 +235,8 @@ class RunMetrics(MetricsProcessor):
         if self._bar is None:
             hidden = True if is_quiet() or not self.is_reporter else None
             self._bar = tqdm(total=self.config.total_steps, initial=step - 1, unit="step", leave=False, disable=hidden)
-        if self.last_loss is not None:
-            self._bar.set_postfix_str(f"loss {self.last_loss:.4f}", refresh=False)
+        if self.losses is not None:
+            self._bar.set_postfix_str(f"loss {self.losses[0]:.4f}", refresh=False)
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
@@ -253,37 +252,33 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Keep loss and norm in `logged`."""
-        # TorchTitan's other numbers are learning rates by class, and tokens of this process only.
-        self.logged = global_avg_loss, grad_norm
-
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Keep the held-out loss in nats per token in `validated`; called on every rank."""
-        self.validated = loss, extra_metrics or {}
-
-    def report_step(self, step: int, record: dict[str, Any], *, phases: Mapping[str, float], memory: float) -> None:
-        """Report a step; `record` has `loss`, `grad_norm`, `tokens` of the run and `lr` by group.
-
-        Since the last report: seconds of the `phases`, and the peak `memory` in GiB over all ranks.
-        """
+        """Report a step; called on every rank. TorchTitan's `extra_metrics` are of this process or by class only."""
+        self.losses = global_avg_loss, grad_norm
+        measured = self.measure()
         steps = step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
         # The step ends with an all-reduce, so one rank's clock represents all ranks.
-        speed = self.ntokens_since_last_log * self.batch_ranks / seconds
-        self.last_loss = record["loss"]
-        mfu = self.num_flops_per_token * speed / (self.gpu_peak_flops * self.parallel_dims.world_size)
+        dims = self.parallel_dims
+        speed = self.ntokens_since_last_log * dims.dp_replicate * dims.dp_shard / seconds
+        mfu = self.num_flops_per_token * speed / (self.gpu_peak_flops * dims.world_size)
+        phases = {phase: total / steps for phase, total in measured.pop("phases").items()}
         record = {
-            **record,
+            "loss": global_avg_loss,
+            "grad_norm": grad_norm,
+            "tokens": self.tokens(),
+            **measured,
             "tokens_per_second": speed,
             **({"mfu": mfu} if mfu > 0 and not self.has_quantization else {}),
-            "time": {"step": seconds / steps, **{phase: total / steps for phase, total in phases.items()}},
-            "memory_gib": memory,
+            "time": {"step": seconds / steps, **phases},
             "seconds": time.perf_counter() - self._began,
         }
+        self._report(step, record, self._step_line(step, record))
+        self.start(step)
+
+    def _report(self, step: int, record: dict[str, Any], line: str) -> None:
         self.logger.log(record, step)
         if self.is_reporter and not is_quiet():
-            show(self._step_line(step, record))
-        self.start(step)
+            show(line)
 
     def _step_line(self, step: int, record: Mapping[str, Any]) -> str:
         total = self.config.total_steps
@@ -298,27 +293,23 @@ class RunMetrics(MetricsProcessor):
             f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {remaining} left"
         )
 
-    def show_end(self, step: int, folder: str) -> None:
-        if not self.is_reporter or self.last_loss is None:
-            return
-        took = timedelta(seconds=round(time.perf_counter() - self._began))
-        held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
-        if self.validation_loss is not None and self._best[0] < self.validation_loss:
-            held_out += f" (best {self._best[0]:.4f} at step {self._best[1]})"
-        show(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}")
-
-    def report_validation(
-        self, step: int, loss: float, others: Mapping[str, Any], *, tokens: int, bytes_per_token: float | None
-    ) -> None:
-        """Report the held-out loss, on every rank. `bytes_per_token`: of the held-out text, if known."""
-        self.validation_loss = loss
-        self._best = min(self._best, (loss, step))
-        record: dict[str, Any] = {"val_loss": loss, "tokens": tokens}
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Report the held-out loss in nats per token; called on every rank."""
+        self.validation = loss, step
+        self._best = min(self._best, self.validation)
+        record: dict[str, Any] = {"val_loss": loss, "tokens": self.tokens()}
         line = f"{self.color.yellow}validation  step {step}{self.color.reset}  loss {loss:.4f}"
-        if bytes_per_token is not None:
-            record["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        if self.bytes_per_token is not None:
+            record["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
             line += f"  {record['bits_per_byte']:.4f} bits per byte"
         record["seconds"] = time.perf_counter() - self._began
-        self.logger.log({**record, **others}, step)
-        if self.is_reporter and not is_quiet():
-            show(line)
+        self._report(step, {**record, **(extra_metrics or {})}, line)
+
+    def show_end(self, step: int, folder: str) -> None:
+        if not self.is_reporter or self.losses is None:
+            return
+        took = timedelta(seconds=round(time.perf_counter() - self._began))
+        held_out = "" if self.validation is None else f", held out {self.validation[0]:.4f}"
+        if self.validation is not None and self._best[0] < self.validation[0]:
+            held_out += f" (best {self._best[0]:.4f} at step {self._best[1]})"
+        show(f"ended after step {step}: loss {self.losses[0]:.4f}{held_out}, {took}; {folder}")

@@ -66,10 +66,11 @@ class MuonTrainer(Trainer):
         super().__init__(config)
         self.stop = config.stop
         check_vocabulary(self.tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec))
-        self.bytes_per_token: float | None = None
+        metrics = self.metrics_processor
+        metrics.measure, metrics.tokens, metrics.bytes_per_token = self._measure, lambda: self.tokens, None
         if config.validator.enable:
             data = self.validator.dl_config
-            self.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
+            metrics.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
         self.timers = {name: Stopwatch(self.device) for name in ("data", "forward_backward", "clip", "optimizer")}
         self.qk_clip = build_qk_clip(
             config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device
@@ -184,19 +185,19 @@ class MuonTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Called before each step, after the last one was saved and validated."""
-        self._report_validation()
+        self._check_validation()
         self.metrics_processor.resume()
         return super().should_continue_training() and not self.stop.stopping
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
-        self.metrics_processor.begin_step()
         self.reported = self.metrics_processor.should_log(self.step)
         self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
         self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
         with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
-        self._report()
+        if self.reported:
+            self._check_reported()
         if self.monitored:
             assert self.monitor is not None
             measured = self.monitor.after_step(self.checks.tokens)
@@ -279,30 +280,31 @@ class MuonTrainer(Trainer):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest.item())
 
-    def _report_validation(self) -> None:
-        """Report a new validation, on every rank. Raises FloatingPointError for a loss that is not finite."""
-        if (validation := self.metrics_processor.validated) is None:
+    def _measure(self) -> dict[str, Any]:
+        """Values of a logged step; `phases` in seconds since the last one, and memory as their peak of all ranks."""
+        record: dict[str, Any] = {"lr": self.rates}
+        if self.qk_clip is not None:
+            record["qk"] = asdict(self.qk_clip.report())
+        peak = self.metrics_processor.device_memory_monitor.get_peak_stats()
+        record["memory_gib"] = self._max_over_ranks(peak.max_reserved_gib)
+        record["phases"] = {name: timer.take() for name, timer in self.timers.items()}
+        return record
+
+    def _check_validation(self) -> None:
+        """Raise FloatingPointError on all ranks for a new held-out loss that is not finite."""
+        loss, step = self.metrics_processor.validation or (math.nan, -1)
+        if step != self.step:
             return
-        loss, others = validation
-        read = self.bytes_per_token
-        self.metrics_processor.report_validation(self.step, loss, others, tokens=self.tokens, bytes_per_token=read)
         self._warn(self.checks.check_norm())
         if self._max_over_ranks(not math.isfinite(loss)) > 0:
             raise FloatingPointError(
                 f"step {self.step}: the loss on the held-out text is not finite; training cannot go on. {ADVICE}"
             )
 
-    def _report(self) -> None:
-        """Report a logged step, on every rank. Raises FloatingPointError for a non-finite loss or gradient norm."""
-        if (logged := self.metrics_processor.logged) is None:
-            return
-        loss, grad_norm = logged
-        record: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "tokens": self.tokens, "lr": self.rates}
-        if self.qk_clip is not None:
-            record["qk"] = asdict(self.qk_clip.report())
-        memory = self._max_over_ranks(self.metrics_processor.peak_memory())
-        phases = {name: timer.take() for name, timer in self.timers.items()}
-        self.metrics_processor.report_step(self.step, record, phases=phases, memory=memory)
+    def _check_reported(self) -> None:
+        """Raise FloatingPointError on all ranks for a loss or a gradient norm that is not finite; compare the ranks."""
+        assert self.metrics_processor.losses is not None, "TorchTitan logs a reported step"
+        loss, grad_norm = self.metrics_processor.losses
         if math.isfinite(loss):
             self._warn(self.checks.check_norm())
         if not math.isfinite(loss + grad_norm):

@@ -43,6 +43,7 @@ def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
     dims = SimpleNamespace(dp_replicate=1, dp_shard=2, world_size=4)
     built = config.build(parallel_dims=dims, dump_folder=str(tmp_path), pp_schedule="1F1B", config_dict={})
     built.num_flops_per_token = 100
+    built.tokens, built.bytes_per_token = lambda: 5120, None
     built.start(5)
     built.time_last_log -= 10.0
     built.ntokens_since_last_log = 1280
@@ -50,8 +51,9 @@ def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
 
 
 def report(reporter: RunMetrics, step: int = 10, **others: Any) -> None:
-    record = {"loss": 2.5, "grad_norm": 1.25, "tokens": 5120, "lr": {"muon": 2e-3, "adamw": 1e-3}, **others}
-    reporter.report_step(step, record, phases=PHASES, memory=3.0)
+    rates = {"muon": 2e-3, "adamw": 1e-3}
+    reporter.measure = lambda: {"lr": rates, "memory_gib": 3.0, "phases": PHASES, **others}
+    reporter.log(step, 2.5, 2.75, 1.25)
 
 
 def record(folder: Path) -> dict:
@@ -83,11 +85,12 @@ def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys
 def test_a_validation_is_recorded_by_tokens_and_bytes(
     reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reporter.report_validation(10, 1.0, {"extra": 2}, tokens=4096, bytes_per_token=None)
+    reporter.log_validation(1.0, 10, {"extra": 2})
     assert "bits_per_byte" not in record(tmp_path)
-    reporter.report_validation(10, 1.0, {}, tokens=4096, bytes_per_token=2.0)
+    reporter.bytes_per_token = 2.0
+    reporter.log_validation(1.0, 10)
     assert record(tmp_path)["bits_per_byte"] == pytest.approx(0.7213475)
-    assert record(tmp_path)["tokens"] == 4096, "runs of different batches are compared by tokens"
+    assert record(tmp_path)["tokens"] == 5120, "runs of different batches are compared by tokens"
     assert "0.7213 bits per byte" in capsys.readouterr().out
 
 
@@ -111,10 +114,10 @@ def test_quiet_prints_only_warnings_errors_and_the_end(
     reporter.show_end(0, "runs/x")
     console.print_on_rank0("run runs/x")
     console.print_on_rank0("warning: nothing is exported")
-    logging.info("Tokenizing")
+    logging.getLogger("titan_muon.trainer.data").info("Tokenizing")
     logging.warning("hardly text")
     report(reporter)
-    reporter.report_validation(10, 1.0, {}, tokens=1, bytes_per_token=None)
+    reporter.log_validation(1.0, 10)
     reporter.show_end(10, "runs/x")
     reporter.close()
     *lines, end = capsys.readouterr().out.splitlines()
@@ -214,7 +217,9 @@ def test_a_board_that_cannot_write_is_left_out_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     board = metrics.TensorBoard(tmp_path / "tb", 1, "")
-    boards = metrics.Boards([board, JsonLines(tmp_path / "metrics.jsonl")])
+    boards = metrics.Boards()
+    boards.add_logger(board)
+    boards.add_logger(JsonLines(tmp_path / "metrics.jsonl"))
     monkeypatch.setattr(board.writer, "flush", lambda: (tmp_path / "tb" / "gone").open())
     for step in (1, 2):
         boards.log({"loss": 1.0}, step)
@@ -266,14 +271,17 @@ def test_a_refusal_of_wandb_is_an_error_with_the_key(
             metrics.WandB(tmp_path, to_toml(Recipe()))
 
 
-def test_the_filter_hides_only_listed_lines_and_warnings() -> None:
-    for level, text, shown in (
-        (logging.INFO, "Building a model", False),
-        (logging.WARNING, "Building failed", True),
-        (logging.WARNING, "ENV[TORCH_FR_BUFFER_SIZE] = 5000 will be overridden to 9 based on job config", True),
-        (logging.WARNING, "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3", False),
-    ):
-        assert _Useful().filter(logging.LogRecord("torchtitan", level, "", 0, text, None, None)) == shown, text
+@pytest.mark.usefixtures("logging_kept")
+def test_the_console_has_our_lines_and_warnings_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging()
+    logging.info("Building a model")
+    logging.warning("Building failed")
+    logging.getLogger("titan_muon.trainer.data").info("Tokenizing")
+    logging.warning("ENV[TORCH_FR_BUFFER_SIZE] = 5000 will be overridden to 9 based on job config")
+    logging.warning("ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3")
+    failed, ours, buffers = capsys.readouterr().out.splitlines()
+    assert (failed, ours) == ("warning: Building failed", "Tokenizing")
+    assert buffers.startswith("warning: ENV[TORCH_FR_BUFFER_SIZE]")
 
 
 def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
