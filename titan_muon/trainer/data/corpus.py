@@ -1,6 +1,7 @@
 """All documents as tokens, memory-mapped from a cache. No collectives."""
 
 import logging
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from pyarrow import ChunkedArray
+from tqdm import tqdm
 
 from titan_muon.options import plural
 from titan_muon.trainer.data.cache import cached, digest
@@ -24,7 +26,6 @@ _FORMAT = "1"
 """Increment when the tokens of a text change."""
 _COLUMNS = {"ids": "large_binary", "tokens": "int64", "text_bytes": "int64", "crc": "uint32"}
 _BYTES_AT_ONCE, _DOCUMENTS_AT_ONCE = 1 << 22, 1000
-_SECONDS_BETWEEN_MESSAGES = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ def open_corpus(documents: Documents, tokenizer: DocumentTokenizer) -> Corpus:
 def _tokenize(documents: Documents, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Iterator[dict[str, Any]]:
     megabytes = sum(file.size for file in documents.all) / 1e6
     logger.info("Tokenizing %s (%.1f MB)", plural(documents.count, "document"), megabytes)
-    count, tokens = 0, 0
-    began = logged = time.monotonic()
-    for batch in _batches(documents):
-        for row in _encode(batch, tokenizer, dtype):
-            tokens += row["tokens"]
-            yield row
-        count += len(batch)
-        if time.monotonic() - logged > _SECONDS_BETWEEN_MESSAGES:
-            logged = time.monotonic()
-            logger.info("Tokenized %d of %d documents", count, documents.count)
+    tokens, began = 0, time.monotonic()
+    # A file gets a line a minute.
+    pause = 0.1 if sys.stderr.isatty() else 60.0
+    hidden = not logger.isEnabledFor(logging.INFO)
+    with tqdm(total=documents.count, unit="document", leave=False, mininterval=pause, disable=hidden) as bar:
+        for batch in _batches(documents):
+            for row in _encode(batch, tokenizer, dtype):
+                tokens += row["tokens"]
+                yield row
+            bar.update(len(batch))
     seconds, size = time.monotonic() - began, tokens * dtype.itemsize / 1e6
     logger.info("%d tokens in %.1f s, cached in %s (%.1f MB)", tokens, seconds, documents.data.cache, size)
 

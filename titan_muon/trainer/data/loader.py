@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from titan_muon.trainer.recipe.toml import without_password
 
 NOT_COUNTED = -100
 """Label without loss, as in PyTorch and TorchTitan."""
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class PackedDataLoader(BaseDataLoader):
@@ -88,15 +90,24 @@ class PackedDataLoader(BaseDataLoader):
         self.fingerprint = digest(corpus.digest, *map(str, keys))
         self._tokens = corpus.tokens
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """({"input", "positions"}, labels), each int64 (sequences, seq_len); pinned with CUDA."""
+    def __iter__(self) -> Iterator[Batch]:
+        """({"input", "positions"}, labels), each int64 (sequences, seq_len); pinned with CUDA.
+
+        A thread makes the next batch, so that a step does not wait for its text.
+        """
         if self._rewinds:
             self._read = 0
-        while self.batches is None or self._read < self.batches * self._stride:
-            start = self._read + self._first
-            # Before the yield: the checkpoint of a step includes the step's batch.
-            self._read += self._stride
-            yield self._make_batch(range(start, start + self._batch))
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
+            following = self._start_batch(pool)
+            while self.batches is None or self._read < self.batches * self._stride:
+                batch = following.result()
+                # Before the yield: the checkpoint of a step includes the step's batch, and not the prefetched one.
+                self._read += self._stride
+                following = self._start_batch(pool)
+                yield batch
+
+    def _start_batch(self, pool: ThreadPoolExecutor) -> Future[Batch]:
+        return pool.submit(self._make_batch, range(self.position, self.position + self._batch))
 
     @property
     def blocks(self) -> int:
@@ -140,7 +151,7 @@ class PackedDataLoader(BaseDataLoader):
             )
         self._read = state_dict["blocks"]
 
-    def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _make_batch(self, numbers: range) -> Batch:
         blocks = [self._block(number) for number in numbers]
         arrays = (np.stack(part) for part in zip(*blocks, strict=True))
         inputs, labels, positions = map(torch.from_numpy, arrays)

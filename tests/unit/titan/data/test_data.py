@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import socket
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -319,6 +320,28 @@ def test_torchtitan_can_end_the_text_and_share_the_corpus(data, monkeypatch):
     monkeypatch.undo()
     training = build(data, infinite=False)
     assert len(take(training, 1000)) == training.batches < 1000
+
+
+def test_a_thread_makes_the_next_batch_and_a_checkpoint_leaves_it_out(data, monkeypatch):
+    """A damaged document raises with its own batch, in the thread of the trainer."""
+    loader, made = build(data, batch=2), threading.Semaphore(0)
+    make, main = loader._make_batch, threading.current_thread()
+
+    def make_batch(numbers: range):
+        assert threading.current_thread() is not main
+        made.release()
+        if numbers.start >= 4:
+            raise RuntimeError("data.cache: the document is damaged")
+        return make(numbers)
+
+    monkeypatch.setattr(loader, "_make_batch", make_batch)
+    batches = iter(loader)
+    for read in (2, 4):
+        next(batches)
+        assert loader.state_dict()["blocks"] == read
+    assert all(made.acquire(timeout=60) for _ in range(3)), "the third batch is made in the second step"
+    with pytest.raises(RuntimeError, match="is damaged"):
+        next(batches)
 
 
 def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
