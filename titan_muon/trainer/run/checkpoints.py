@@ -19,6 +19,7 @@ from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManag
 from torchtitan.tools.utils import GarbageCollection
 
 from titan_muon.trainer.assign.container import HybridOptimizers
+from titan_muon.trainer.data.loader import PackedDataLoader
 from titan_muon.trainer.fault import RunFault
 from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.run.console import print_on_rank0
@@ -26,7 +27,6 @@ from titan_muon.trainer.run_folder import METADATA, STEP_FOLDER, check_names, sa
 from titan_muon.trainer.storage.checksums import SummingWriter
 from titan_muon.trainer.storage.reader import SafePlanner, SafeReader
 from titan_muon.trainer.torchtitan import compat
-from titan_muon.trainer.torchtitan.plain_state import PlainState
 
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
 TRAINER_STEP, DATA_START = "train_state.step", "train_state.data_start"
@@ -240,10 +240,10 @@ def differences(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]
 def check_data_ranks(loader: Any, saved: Collection[str]) -> None:
     """Raise RecipeError if another number of data-parallel ranks saved the state of TorchTitan's loader."""
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
-    if isinstance(loader, PlainState) and ranks != loader.ranks:
+    if not isinstance(loader, PackedDataLoader) and ranks != loader.dp_world_size:
         raise RecipeError(
             f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
-            f"{loader.ranks}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
+            f"{loader.dp_world_size}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
             'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
         )
 
