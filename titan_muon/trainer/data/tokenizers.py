@@ -157,9 +157,10 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int64 ids of each text between both marks; a tokenizer with a single mark uses it at both ends."""
-        before = [self.eos_id] if self.bos_id is None else []
-        after = [self.bos_id] if self.eos_id is None else []
-        return [np.array(before + self.encode(text, add_bos=True, add_eos=True) + after, np.int64) for text in texts]
+        before = [self.eos_id] if self.bos_id is None else [self.bos_id] * (not self.hf_adds_bos)
+        after = [self.bos_id] if self.eos_id is None else [self.eos_id] * (not self.hf_adds_eos)
+        encoded = self.tokenizer.encode_batch_fast(texts)
+        return [np.array([*before, *encoding.ids, *after], np.int64) for encoding in encoded]
 
     def get_vocab_size(self) -> int:
         """One more than the largest id: a vocabulary may have gaps."""
