@@ -29,7 +29,6 @@ compat.install()
 from titan_muon.trainer.assign.container import HybridOptimizers  # noqa: E402
 from titan_muon.trainer.checks import start  # noqa: E402
 from titan_muon.trainer.data.loader import PackedDataLoader  # noqa: E402
-from titan_muon.trainer.launch import watchdog  # noqa: E402
 from titan_muon.trainer.run.metrics import RunMetrics  # noqa: E402
 from titan_muon.trainer.run.trainer import MuonTrainer  # noqa: E402
 from titan_muon.trainer.storage.checksums import SummingWriter  # noqa: E402
@@ -47,11 +46,9 @@ SHORT = {
 
 def outcome(folder: Path, name: str, fault: AbstractContextManager[Any] | None = None, /, **values: object) -> str:
     """Output and error of a short run with a fault on every rank of this call."""
-    # All runs of the test share a store, so a failure of a run must not end the next run.
-    patient = mock.patch.object(watchdog, "GRACE_SECONDS", 600)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
-            with patient, nullcontext() if fault is None else fault:
+            with nullcontext() if fault is None else fault:
                 train(tiny.recipe(folder, **{"name": name, "checkpoint__enable": "false", **SHORT, **values}))
         except (RecipeError, RunFault, FloatingPointError) as error:
             return f"{shown.getvalue()}\n{type(error).__name__}: {error}"

@@ -1,13 +1,11 @@
 """Environment and stores of a job. `torchrun --max-restarts` restarts all processes and keeps its store: an attempt."""
 
 import os
-import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from titan_muon.trainer.launch.watchdog import GRACE_SECONDS, print_error
 from titan_muon.trainer.recipe import RecipeError
 
 RUN_KEY = "titan_muon/run"
@@ -44,25 +42,9 @@ def store_of_ranks(timeout: timedelta) -> dist.Store:
 
 
 def _connect(timeout: timedelta) -> dist.Store:
-    # torch waits for ever for a program that accepts the connection and never answers.
-    timer = threading.Timer(timeout.total_seconds() + GRACE_SECONDS, _end_without_answer)
-    timer.daemon = True
-    timer.start()
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    finally:
-        timer.cancel()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return store
-
-
-def _end_without_answer() -> None:
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    print_error(
-        f"rank {os.environ['RANK']} ends: no answer from the job's store on {address} within "
-        "comm.init_timeout_seconds; rank 0 is stopped, or another program has this port (MASTER_PORT)"
-    )
-    os._exit(1)
 
 
 def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

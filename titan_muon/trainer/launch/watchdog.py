@@ -21,8 +21,6 @@ INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
 """Share of the time-out until late ranks are named, before a collective raises."""
-GRACE_SECONDS = 2.0
-"""Time for torch to raise its own, more informative error first."""
 FAILED = "failed"
 
 

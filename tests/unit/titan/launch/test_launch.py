@@ -88,29 +88,6 @@ def test_the_next_attempt_finds_the_run_in_an_agents_store(monkeypatch: pytest.M
     assert attempts.lasting_store(SHORT) is None, "no other store outlasts the job"
 
 
-def test_the_timeout_holds_for_a_silent_program_on_the_port_of_the_store(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A rank that waits for the answer is blocked in torch for ever, so a thread ends the process."""
-    with socket.create_server(("localhost", 0)) as program, ThreadPoolExecutor(1) as pool:
-        connection = pool.submit(program.accept)
-        port = str(program.getsockname()[1])
-        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        monkeypatch.setattr(os, "environ", environment)
-        codes: list[int] = []
-
-        def end(code: int) -> None:
-            codes.append(code)
-            connection.result()[0].close()
-
-        monkeypatch.setattr(os, "_exit", end)
-        monkeypatch.setattr(attempts, "GRACE_SECONDS", 0.1)
-        with pytest.raises(RuntimeError):
-            store_of_ranks(timedelta(seconds=0.5))
-    assert codes == [1]
-    assert f"error: rank 1 ends: no answer from the job's store on localhost:{port}" in capsys.readouterr().err
-
-
 HEARTBEAT, SECOND = Heartbeat(host="node-a", pid=7, stage=5, beat=9), "rank 1 (process 7 on node-a)"
 
 
