@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,7 +20,6 @@ INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
 """Share of the time-out until late ranks are named, before a collective raises."""
-FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,6 @@ class Watchdog:
         # Raised by every rank.
         of_all_ranks = isinstance(error, RecipeError | FloatingPointError | RunFault)
         if error is not None and not of_all_ranks:
-            with suppress(RuntimeError):
-                self._name_first_failure()
             return
         self._closed.set()
         self._thread.join()
@@ -104,14 +100,6 @@ class Watchdog:
                     self._named_stage = self._stage
                     self._name_late_ranks()
 
-    def _name_first_failure(self) -> None:
-        if self._store.add("failures", 1) == 1:
-            self._store.set(FAILED, str(self._rank))
-            self._name_ended_processes()
-        else:
-            first = self._store.get(FAILED).decode()
-            print_error(f"rank {self._rank} ends because rank {first} failed first; read the error of rank {first}")
-
     def _name_late_ranks(self) -> None:
         # 1,000 readers of 1,000 heartbeats would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
@@ -127,12 +115,6 @@ class Watchdog:
         # A late but living rank looks too, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
             print_error(f"no progress for {time.monotonic() - self._advanced:.0f} s: {late}")
-
-    def _name_ended_processes(self) -> None:
-        # At once, because the launcher ends this process as soon as it misses another.
-        for rank, heartbeat in self._heartbeats(range(self._world_size)).items():
-            if heartbeat.host == socket.gethostname() and not heartbeat.ended and not is_running(heartbeat.pid):
-                print_error(f"rank {rank} has ended: its process {heartbeat.pid} on {heartbeat.host} is gone")
 
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         keys = {rank: f"rank-{rank}" for rank in ranks}
@@ -157,12 +139,3 @@ def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], wor
 def print_error(text: str) -> None:
     """Print an error of this rank, also from a thread."""
     print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def is_running(pid: int) -> bool:
-    """Whether process `pid` of this host exists and has not ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")

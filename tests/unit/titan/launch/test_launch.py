@@ -1,7 +1,6 @@
 """Start, mutual watch and exclusion of a job's processes: stores in memory, ranks as threads."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from tests.dist.harness import run_program
 from titan_muon.trainer.launch import attempts
 from titan_muon.trainer.launch.attempts import describe_world, store_of_attempt, store_of_ranks
 from titan_muon.trainer.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.trainer.launch.watchdog import Heartbeat, Watchdog, is_running, late_ranks
+from titan_muon.trainer.launch.watchdog import Heartbeat, Watchdog, late_ranks
 from titan_muon.trainer.recipe import RecipeError
 
 ROOT = Path(__file__).parents[4]
@@ -129,33 +128,6 @@ def test_a_silent_rank_is_named_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert "rank 0 (" not in shown
 
 
-def test_a_follow_up_error_names_the_first_failed_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
-    store = dist.TCPStore("localhost", 0, is_master=True)
-    ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
-    ranks[1]._name_first_failure()
-    assert capfd.readouterr().err == ""
-    ranks[0]._name_first_failure()
-    assert "error: rank 0 ends because rank 1 failed first; read the error of rank 1" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("how", ["exit(0)", "kill(getpid(), 9)"])
-def test_a_rank_that_ended_in_mid_training_is_named(how: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A collective says `Connection closed by peer`, without the rank."""
-    store = dist.HashStore()
-    peer = subprocess.Popen([sys.executable, "-c", f"from os import *; {how.replace('exit', '_exit')}"])
-    # A launcher collects the ended process later.
-    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
-    ranks = [Watchdog(store, rank, 3, first_timeout=9, timeout=9) for rank in range(3)]
-    ranks[2]._send(replace(ranks[2]._heartbeat(), pid=peer.pid))
-    ranks[1]._report()
-    ranks[0]._name_first_failure()
-    assert (
-        f"error: rank 2 has ended: its process {peer.pid} on {socket.gethostname()} is gone" in capfd.readouterr().err
-    )
-    peer.wait()
-
-
 def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest.CaptureFixture[str]) -> None:
     """As in a save longer than the timeout. The late rank also looks for late ranks, at another stage."""
     store = dist.HashStore()
@@ -246,8 +218,3 @@ job.run(Recipe(), "x.toml")
     )
     assert code == 1
     assert "ZeroDivisionError" in shown
-
-
-def test_a_process_that_has_ended_does_not_run() -> None:
-    assert is_running(os.getpid())
-    assert not is_running(2**22 + 1), "there is no such process"
