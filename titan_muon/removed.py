@@ -35,6 +35,9 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
                 *("node_gb", "node_latency_us", "network_gb", "network_latency_us"),
             )
         },
+        "metrics.save_for_all_ranks": Removed(
+            False, "was removed: the rank with the loss writes the metrics, which are of all ranks; leave it out"
+        ),
         "muon.expert.split_over": Removed(
             1,
             "was removed: it let several ranks orthogonalize slices of a matrix; leave it out, and one rank "

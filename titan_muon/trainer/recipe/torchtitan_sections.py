@@ -193,7 +193,6 @@ class Metrics:
     wandb_project: str = "titan-muon"  # Project of Weights & Biases.
     wandb_offline: bool = False  # Write to files beside the run, for `wandb sync`.
     disable_color_printing: bool = False  # Plain log lines.
-    save_for_all_ranks: bool = False  # Write metrics of every rank.
 
 
 @dataclass(frozen=True, kw_only=True)

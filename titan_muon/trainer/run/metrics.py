@@ -194,16 +194,15 @@ class RunMetrics(MetricsProcessor):
 
     def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> BaseLogger:
         boards = Boards()
-        if not (self.is_reporter or config.save_for_all_ranks):
+        if not self.is_reporter:
             return boards
-        rank = "" if self.is_reporter else f"rank-{dist.get_rank()}"
-        boards.add_logger(JsonLines(Path(dump_folder, rank, METRICS)))
+        boards.add_logger(JsonLines(Path(dump_folder, METRICS)))
         try:
             if config.enable_tensorboard:
-                folder = Path(dump_folder, config.save_tb_folder, rank)
+                folder = Path(dump_folder, config.save_tb_folder)
                 boards.add_logger(TensorBoard(folder, config.first_step, config.recipe))
             if config.enable_wandb:
-                boards.add_logger(WandB(Path(dump_folder, rank), config.recipe))
+                boards.add_logger(WandB(Path(dump_folder), config.recipe))
         except OSError as error:
             raise unusable(dump_folder, error) from error
         return boards

@@ -166,13 +166,10 @@ def begin(run: Run, recipe: Recipe, typed: tuple[str, ...] = (), world: int = 1,
     write_file(file, content)
     write_file(folder.with_name(LATEST), f"{folder.name}\n")
     source = folder if run.source is None else Path(run.source)
-    for metrics in (source / METRICS, *source.glob(f"rank-*/{METRICS}")):
-        if metrics.is_file():
-            records = RunFolder(metrics.parent).records(run.step, print_on_rank0)
-            target = folder / metrics.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            # A crash must not lose the record of the continued run.
-            write_file(target, "".join(json.dumps(record) + "\n" for record in records))
+    if (source / METRICS).is_file():
+        records = RunFolder(source).records(run.step, print_on_rank0)
+        # A crash must not lose the record of the continued run.
+        write_file(folder / METRICS, "".join(json.dumps(record) + "\n" for record in records))
     if source == folder:
         for checkpoint in _later(folder / recipe.checkpoint.folder, run.step):
             # PyTorch would save beside the old files.

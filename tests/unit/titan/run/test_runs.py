@@ -104,21 +104,18 @@ def test_new_runs_never_share_a_folder(
 
 
 def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The torn newest must be named, set aside and passed over, and metrics after the step taken out on every rank."""
+    """The torn newest must be named, set aside and passed over, and metrics after the step taken out."""
     run = finished_run(tmp_path, 3, 6, 9)
     open_run(tiny.recipe(tmp_path))
     shard(run / "checkpoint" / "step-9").unlink()
     (run / "checkpoint" / "step-11.bak").mkdir()
-    (run / "rank-1").mkdir()
-    (run / "rank-1" / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     opened = start(changed)
     assert opened == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
     assert "step-9 is passed over: __0_0.distcp is missing; using step 6 instead" in capsys.readouterr().out
     folders = {path.name for path in (run / "checkpoint").iterdir()}
     assert folders == {"aside-9", "step-11.bak", "step-3", "step-6"}
-    for folder in (run, run / "rank-1"):
-        assert list(tiny.records(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
     assert load(run / "recipe.toml") == changed
     assert load(run / "recipe-until-step-6.toml") == tiny.recipe(tmp_path)
 
@@ -196,7 +193,7 @@ def test_latest_is_the_newest_run_with_the_typed_keys(tmp_path: Path, capsys: py
     "key",
     [
         *("muon__expert__release_grads", "muon__expert__keep_buffers", "debug__detect_anomaly"),
-        *("checkpoint__load_only", "metrics__save_for_all_ranks"),
+        *("checkpoint__load_only", "metrics__disable_color_printing"),
     ],
 )
 def test_latest_continues_with_keys_that_alter_no_digit(tmp_path: Path, key: str) -> None:
