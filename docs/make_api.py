@@ -36,7 +36,7 @@ MODULES = {
     "titan_muon.registry": ("OptimizerEntry", "Registry"),
     "titan_muon.engine.step.muon": ("MuonAlgorithm",),
     "titan_muon.engine.state.matrix_states": ("StateSpec",),
-    "titan_muon.trainer": ("HybridOptimizers", "HybridOptimizers.Config"),
+    "titan_muon.trainer": ("HybridOptimizers", "HybridOptimizers.Config", "fit_to_machine"),
 }
 """Public names that `titan_muon` does not export."""
 

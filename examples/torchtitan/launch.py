@@ -1,9 +1,7 @@
 """TorchTitan's train.py on a CPU, where its import needs a device and Triton's kernels."""
 
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
+# Before torchtitan, whose modules copy the device.
+import titan_muon.trainer  # noqa: F401, I001
 from torchtitan.train import main
 
 main()

@@ -47,4 +47,6 @@ sys.meta_path.insert(0, _InstallFirst())
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
         return import_module(f"{__name__}.assign.container").HybridOptimizers
+    if name == "fit_to_machine":
+        return import_module(f"{__name__}.model.parallelize").fit_to_machine
     raise AttributeError(f"module 'titan_muon.trainer' has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """examples/torchtitan: TorchTitan's own trainer trains, saves and continues with our optimizer under its degrees."""
 
+import importlib
 import logging
 import re
 import runpy
@@ -7,12 +8,14 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_training_layouts import shrink_experts
 from titan_muon.trainer.data import files
+from titan_muon.trainer.recipe.sections import Data
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan"
 SEQUENCES, STEPS, HALF = 4, 4, 2
@@ -27,6 +30,33 @@ LAYOUTS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {
 """Ranks, data-parallel ranks and options of the command line."""
 
 
+def small_config() -> Any:
+    """A TorchTitan configuration in place of the debug model, whose text is in TorchTitan's repository."""
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import LRSchedulersContainer
+    from torchtitan.config import TrainingConfig
+    from torchtitan.models.common.config_utils import decoder_vocab_size
+    from torchtitan.trainer import Trainer
+
+    from models import qwen3
+    from titan_muon.trainer.data.loader import dataloader_config
+    from titan_muon.trainer.data.tokenizers import tokenizer_config
+
+    spec, data = qwen3.build("moe_tiny", vocab_size=None), Data(source="python", tokenizer="bytes")
+    return Trainer.Config(
+        model_spec=spec,
+        tokenizer=tokenizer_config(data),
+        dataloader=dataloader_config(data),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        training=TrainingConfig(steps=STEPS, seq_len=64),
+        loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        checkpoint=CheckpointManager.Config(enable=True, interval=HALF, last_save_model_only=False),
+    )
+
+
 def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tuple[str, ...]) -> list[str]:
     """The lines that the rank logs."""
 
@@ -36,12 +66,13 @@ def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tu
     sequences = SEQUENCES // data_ranks
     lines: list[str] = []
     # Not a handler, because TorchTitan's start removes them.
-    logging.getLogger().addFilter(lambda record: lines.append(record.getMessage()) is None)
+    for name in (None, "titan_muon.trainer.assign.container"):
+        logging.getLogger(name).addFilter(lambda record: lines.append(record.getMessage()) is None)
     sys.path.insert(0, str(EXAMPLE))
+    vars(importlib.import_module("muon_config"))["qwen3_moe_debug"] = small_config
     sys.argv = ["launch.py", "--module", "muon_config", "--config", "qwen3_moe", f"--dump_folder={folder}", *options]
-    sys.argv += ["--training.seq_len=64", f"--training.local_batch_size={sequences}"]
-    sys.argv += [f"--training.steps={STEPS}", "--training.mixed_precision_param=float32"]
-    sys.argv += [f"--checkpoint.interval={HALF}", "--metrics.disable_color_printing"]
+    sys.argv += [f"--training.local_batch_size={sequences}", "--training.mixed_precision_param=float32"]
+    sys.argv += ["--metrics.disable_color_printing"]
     runpy.run_path(str(EXAMPLE / "launch.py"), run_name="__main__")
     return lines
 

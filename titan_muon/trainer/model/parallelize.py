@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_muon import registry
-from titan_muon.trainer.model.attention import share_dense_mask
+from titan_muon.trainer.model.attention import share_dense_mask, use_attention
 from titan_muon.trainer.model.owned_placement import check_placement_rules, owned
 from titan_muon.trainer.model.pipeline import check_pipeline, wrap_pipelining
 from titan_muon.trainer.model.spec import whole_model
@@ -18,6 +18,7 @@ from titan_muon.trainer.torchtitan import compat
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.trainer import Trainer
 
 registry.placements.register("owned", owned)
 
@@ -59,6 +60,25 @@ def wrap_parallelize(parallelize_fn: Callable[..., nn.Module], seq_len: int) -> 
         return model
 
     return parallelize
+
+
+def fit_to_machine(config: "Trainer.Config") -> "Trainer.Config":
+    """A configuration of TorchTitan's own trainer, changed in place so that it trains on this machine.
+
+    On a CPU, attention is dense and gradients are summed without gloo's missing operation. An older PyTorch gets the
+    SPMD backend `partial_dtensor`. On GPUs with the newest PyTorch nothing changes.
+    """
+    spec = config.model_spec
+    assert spec is not None, "the configuration has a model"
+    if compat.install():
+        use_attention(spec.model, "auto", True)
+        config.training.disable_cuda_graphs = True
+    config.model_spec = dataclasses.replace(
+        spec, parallelize_fn=wrap_parallelize(spec.parallelize_fn, config.training.seq_len)
+    )
+    if config.parallelism.spmd_backend == "spmd_types":
+        config.parallelism.spmd_backend = compat.spmd_backend("auto")
+    return config
 
 
 def _check_heads(model: Any, degree: int) -> None:
