@@ -72,10 +72,11 @@ def _tokenize(documents: Documents, tokenizer: DocumentTokenizer, dtype: np.dtyp
     megabytes = sum(file.size for file in documents.all) / 1e6
     logger.info("Tokenizing %s (%.1f MB)", plural(documents.count, "document"), megabytes)
     tokens, began = 0, time.monotonic()
-    # A file gets a line a minute.
+    # A log file gets a line a minute.
     pause = 0.1 if sys.stderr.isatty() else 60.0
     hidden = not logger.isEnabledFor(logging.INFO)
-    with tqdm(total=documents.count, unit="document", leave=False, mininterval=pause, disable=hidden) as bar:
+    options: dict[str, Any] = {"unit": "document", "leave": False, "mininterval": pause, "delay": pause}
+    with tqdm(total=documents.count, disable=hidden, **options) as bar:
         for batch in _batches(documents):
             for row in _encode(batch, tokenizer, dtype):
                 tokens += row["tokens"]
