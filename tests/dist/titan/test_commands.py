@@ -30,8 +30,7 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} scripts/evaluate.py {{run}} --sequences 1": r"step 2: held-out loss .* tokens",
     f"{PYTHON} scripts/export.py {{run}} {{out}}/exported --drop-expert-bias": r"step 2 of .* is in .*exported",
     # Each needs more than ten seconds for its smallest case.
-    f"{PYTHON} scripts/soak.py --help": r".*\S",
-    f"{PYTHON} scripts/plan_scale.py --help": r".*\S",
+    f"{PYTHON} -m benchmarks.plan_scale --help": r".*\S",
     f"{PYTHON} benchmarks/bench_step.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_owned.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_timeline.py --help": r".*\S",

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from titan_muon.command import shipped
 from titan_muon.options import Expert
 from titan_muon.trainer.recipe.constraints import check
 from titan_muon.trainer.recipe.flags import read_flags
@@ -85,8 +87,23 @@ def _with_shorter_warmup(
     return replace(recipe, lr_scheduler=replace(schedule, warmup_steps=shorter))
 
 
+def import_models() -> None:
+    """Import this package's `models`, which register the families: beside the package, or within it in a wheel."""
+    if "models" not in sys.modules:
+        folder = shipped() / "models"
+        spec = spec_from_file_location("models", folder / "__init__.py", submodule_search_locations=[str(folder)])
+        assert spec is not None, "the package has its models"
+        assert spec.loader is not None, "a file has a loader"
+        sys.modules["models"] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["models"])
+
+
 def import_modules(recipe: Recipe) -> None:
-    """Import the modules of `imports`, also from the working directory. Raises RecipeError for a missing module."""
+    """Import `models` and the modules of `imports`, also from the working directory.
+
+    Raises RecipeError for a missing module.
+    """
+    import_models()
     for name in recipe.imports:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())

@@ -1,7 +1,6 @@
 """Models as Hugging Face folders: equal logits and ids in Transformers, and models without a counterpart."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -19,13 +18,10 @@ from titan_muon.trainer.torchtitan import compat
 transformers = pytest.importorskip("transformers")
 compat.install()
 
+from titan_muon.trainer.commands.hugging_face import hf_config, save  # noqa: E402
+from titan_muon.trainer.commands.saved_model import SavedModel  # noqa: E402
 from titan_muon.trainer.data.tokenizers import tokenizer_config  # noqa: E402
 from titan_muon.trainer.model.spec import model_spec  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "scripts"))
-
-from saved.hugging_face import hf_config, save  # noqa: E402
-from saved.saved_model import SavedModel  # noqa: E402
 
 
 def as_it_is(model: Any) -> None:

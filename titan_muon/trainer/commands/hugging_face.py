@@ -17,7 +17,7 @@ from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
 
-from saved.saved_model import SavedModel
+from titan_muon.trainer.commands.saved_model import SavedModel
 from titan_muon.trainer.data.tokenizers import BYTES, BPETokenizer, ByteTokenizer
 from titan_muon.trainer.recipe import RecipeError
 
