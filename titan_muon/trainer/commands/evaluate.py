@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tyro
 
@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from titan_muon.trainer.commands.saved_model import SavedModel
 
 
-def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
-    """Mean cross entropy in nats over the held-out text, and the number of predicted tokens."""
+class HeldOutLoss(NamedTuple):
+    """Mean cross entropy in nats over held-out text."""
+
+    loss: float
+    tokens: int  # predicted ones
+    available: int  # sequences of the whole held-out text
+
+
+def held_out_loss(saved: SavedModel, sequences: int) -> HeldOutLoss:
+    """Loss of the first `sequences` of the held-out text, -1 for all, with a progress line on a terminal."""
     import torch.nn.functional as F
+    from tqdm import tqdm
 
     from titan_muon.trainer.data.loader import NOT_COUNTED, PackedDataLoader
 
@@ -38,21 +47,22 @@ def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
         local_batch_size=max(training.local_batch_size, 1),
     )
     total, count = 0.0, 0
-    for inputs, labels in loader:
+    # None: only on a terminal.
+    for inputs, labels in tqdm(loader, total=loader.batches, unit="batch", leave=False, disable=None):
         logits = saved.logits(inputs["input"], inputs["positions"])
         flat = labels.flatten().to(saved.device)
         total += float(F.cross_entropy(logits.flatten(0, -2), flat, ignore_index=NOT_COUNTED, reduction="sum"))
         count += int((flat != NOT_COUNTED).sum())
-    return total / count, count
+    return HeldOutLoss(total / count, count, loader.available)
 
 
-def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences: int = -1) -> None:
+def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences: int = 256) -> None:
     """Print the loss of a run's model on the held-out text.
 
     Args:
         run: Run folder, or folder of a recipe's runs, for the newest run.
         step: Step of the checkpoint; the newest by default.
-        sequences: Most sequences of the held-out text to read; -1 reads all.
+        sequences: Sequences to read from the begin of the held-out text; -1 reads all, which can take minutes.
     """
     if sequences == 0 or sequences < -1:
         raise RecipeError(f"--sequences {sequences}: must be -1, or 1 or more")
@@ -67,14 +77,17 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
             f"{folder}: its recipe holds no text out; it needs validator.enable = true, data.validation_fraction above "
             '0 and a data.source other than "hf"'
         )
-    loss, count = held_out_loss(saved, sequences)
+    loss, count, available = held_out_loss(saved, sequences)
     per_token = bytes_per_token(
         replace(saved.held_out, sequences=sequences),
         saved.tokenizer,
         saved.recipe.training.seq_len,
     )
     bits = "" if per_token is None else f", {loss / math.log(2) / per_token:.4f} bits per byte"
-    print(f"step {saved.step}: held-out loss {loss:.4f} nats per token{bits}, {count:,} tokens")
+    part = (
+        f" of {sequences:,} of {available:,} sequences; --sequences -1 reads all" if 0 < sequences < available else ""
+    )
+    print(f"step {saved.step}: held-out loss {loss:.4f} nats per token{bits}, {count:,} tokens{part}")
 
 
 def main(arguments: Sequence[str]) -> int:
