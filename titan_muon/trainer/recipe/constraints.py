@@ -53,12 +53,6 @@ def _data(r: Recipe) -> Violations:
         yield "data.tokenizer_path", 'the folder of tokenizer.json, because data.tokenizer = "hf"'
     if data.num_workers and data.source != "hf":
         yield "data.num_workers", '0 only, unless data.source = "hf"'
-    if data.prefetch_factor is not None and not data.num_workers:
-        yield "data.prefetch_factor", "nothing, because data.num_workers = 0"
-    if data.persistent_workers and not data.num_workers:
-        yield "data.persistent_workers", "false only, because data.num_workers = 0"
-    if data.pin_memory and data.source != "hf":
-        yield "data.pin_memory", 'false only, unless data.source = "hf": other sources pin by themselves'
     if r.validator.enable and not data.validation_fraction:
         yield "data.validation_fraction", "more than 0, because validator.enable = true"
     if r.validator.enable and r.validator.steps == -1 and data.source == "hf":
@@ -83,8 +77,6 @@ def _training(r: Recipe) -> Violations:
         # TorchTitan asserts this without the key, after the model is built.
         because = "because profiler.enable_profiling = true"
         yield "profiler.profile_freq", f"profiler_warmup + profiler_active or more, {because}"
-    if r.debug.deterministic_warn_only and not r.debug.deterministic:
-        yield "debug.deterministic_warn_only", "false only, because debug.deterministic = false"
 
 
 def _schedule(r: Recipe) -> Violations:
@@ -115,8 +107,6 @@ def _muon(r: Recipe) -> Violations:
 def _checkpoint(r: Recipe) -> Violations:
     # TorchTitan's checks come later and do not name the file.
     checkpoint, path = r.checkpoint, r.checkpoint.initial_load_path
-    if checkpoint.enable_first_step_checkpoint and checkpoint.load_only:
-        yield "checkpoint.enable_first_step_checkpoint", "false only, because checkpoint.load_only = true"
     if checkpoint.initial_load_in_hf and path is None and r.model.hf_assets_path is None:
         needed = "checkpoint.initial_load_path or model.hf_assets_path"
         yield "checkpoint.initial_load_in_hf", f"true only with {needed}"
