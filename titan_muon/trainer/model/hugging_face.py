@@ -43,7 +43,9 @@ def hf_config(model: Any, name: str) -> dict[str, Any]:
         if norm
     }
     if len(eps) > 1:
-        raise RecipeError(f"model.name = {name!r} has norms with eps {eps}; Transformers has one for all of a model")
+        raise RecipeError(
+            f"= {name!r} has norms with eps {eps}; Transformers has one for all of a model", key="model.name"
+        )
     config: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -77,7 +79,7 @@ def hf_config(model: Any, name: str) -> dict[str, Any]:
         return config | _of("qwen3_moe", "Qwen3MoeForCausalLM") | {"num_experts": moe.num_experts}
     if isinstance(model, DeepSeekV3Model.Config) and moe is not None and router.score_func == "sigmoid":
         return config | _of("deepseek_v3", "DeepseekV3ForCausalLM") | _deepseek(model, name)
-    raise RecipeError(f"model.name = {name!r}: Transformers has no counterpart that is known here")
+    raise RecipeError(f"= {name!r}: Transformers has no counterpart that is known here", key="model.name")
 
 
 def _of(kind: str, architecture: str) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _deepseek(model: Any, name: str) -> dict[str, Any]:
     attention, moe = model.layers[0].attention, model.layers[-1].moe
     if {attention.q_norm.eps, attention.kv_norm.eps} != {LATENT_EPS}:
         eps = f"eps {attention.kv_norm.eps} in the norms of latent attention, and DeepseekV3ForCausalLM {LATENT_EPS}"
-        raise RecipeError(f"model.name = {name!r} has {eps}; Transformers would compute other logits")
+        raise RecipeError(f"= {name!r} has {eps}; Transformers would compute other logits", key="model.name")
     rope, hidden = attention.rope, moe.routed_experts.inner_experts.hidden_dim
     config = {
         "num_key_value_heads": attention.n_heads,

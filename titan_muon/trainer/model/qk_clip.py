@@ -100,9 +100,10 @@ def _thresholds(section: sections.QKClip, model: Decoder.Config) -> Mapping[str,
         matching = (count for name, count in counts.items() if fnmatchcase(name, rule.match))
         if index not in deciding or max(rule.heads, default=0) >= min(matching, default=0):
             raise RecipeError(
-                f"qk_clip.rule[{index}] (match = {rule.match!r}, heads = {list(rule.heads)}) names heads that do not "
+                f"[{index}] (match = {rule.match!r}, heads = {list(rule.heads)}) names heads that do not "
                 f"exist, or that rules before take: the layers are layers.0 to layers.{len(counts) - 1}, with "
-                f"{min(counts.values())} heads; correct the rule, move it up or remove it"
+                f"{min(counts.values())} heads; correct the rule, move it up or remove it",
+                key="qk_clip.rule",
             )
     return thresholds
 

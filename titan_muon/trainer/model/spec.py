@@ -44,9 +44,10 @@ def check_modules(spec: "ModelSpec", name: str) -> None:
         _on_meta(spec).verify_module_protocol()
     except RuntimeError as error:
         raise RecipeError(
-            f"model.name = {name!r}: {error}. Build these modules by TorchTitan's classes, as "
+            f"= {name!r}: {error}. Build these modules by TorchTitan's classes, as "
             "torchtitan.models.common.linear.Linear.Config(in_features=..., out_features=...).build() instead of "
-            "torch.nn.Linear(...)"
+            "torch.nn.Linear(...)",
+            key="model.name",
         ) from error
 
 

@@ -1,7 +1,6 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -113,7 +112,7 @@ def import_modules(recipe: Recipe) -> None:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             where = f"install it, or start in the folder of {name.partition('.')[0]}.py (now {os.getcwd()})"
-            raise RecipeError(f"imports: there is no module {name!r}; {where}") from error
+            raise RecipeError(f": there is no module {name!r}; {where}", key="imports") from error
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -152,8 +151,9 @@ def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeE
     """An error about a key, after the file or command line with the key; unchanged for a default."""
     sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
     sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
-    key = re.match(r"\w+(\.\w+)+", str(error))
-    return error if key is None or key[0] not in sources else RecipeError(f"{sources[key[0]]}: {error}")
+    # An item of a list has the source of the list.
+    source = sources.get(error.key.partition("[")[0])
+    return error if source is None or error.source else RecipeError(error.problem, key=error.key, source=source)
 
 
 def _plain(value: Any) -> Any:
