@@ -79,27 +79,31 @@ class DataFile:
     def _json_rows(self, stream: Any) -> Iterator[str | RecipeError]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield self._json_row(f"data.files: {self.path}:{number}", line.decode("utf-8", errors="replace"))
+                yield self._json_row(f": {self.path}:{number}", line.decode("utf-8", errors="replace"))
 
     def _json_row(self, place: str, line: str) -> str | RecipeError:
         try:
             row = json.loads(line)
         except RecursionError:
-            return RecipeError(f"{place}: its lists or objects are nested too deeply")
+            return RecipeError(f"{place}: its lists or objects are nested too deeply", key="data.files")
         except ValueError as error:
-            return RecipeError(f"{place}: not JSON: {error}")
+            return RecipeError(f"{place}: not JSON: {error}", key="data.files")
         if not isinstance(row, dict):
-            return RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
+            return RecipeError(
+                f"{place} is of type {type(row).__name__}; a row is an object with text", key="data.files"
+            )
         if problem := self._missing_field(place, row):
             return problem
         if not isinstance(text := row[self.data.text_key], str):
             field = f"{self.data.text_key!r} (data.text_key)"
-            return RecipeError(f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row")
+            return RecipeError(
+                f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row", key="data.files"
+            )
         return text
 
     def _parquet_rows(self, stream: Any) -> Iterator[str]:
         table = ParquetFile(stream)
-        if problem := self._missing_field(f"data.files: {self.path}", table.schema_arrow.names):
+        if problem := self._missing_field(f": {self.path}", table.schema_arrow.names):
             raise problem
         kind = table.schema_arrow.field(self.data.text_key).type
         if "string" not in str(kind) or types.is_nested(kind):
@@ -113,7 +117,7 @@ class DataFile:
     def _missing_field(self, place: str, names: Collection[str]) -> RecipeError | None:
         key = self.data.text_key
         missing = f"{place} has no field data.text_key = {key!r}; it has {', '.join(names)}"
-        return RecipeError(missing) if key not in names else None
+        return RecipeError(missing, key="data.files") if key not in names else None
 
     def _documents_of_tokens(self, stream: Any) -> Iterator[bytes]:
         if self.path.endswith(".npy"):

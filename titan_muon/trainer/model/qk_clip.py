@@ -41,14 +41,18 @@ def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
     if section.mode == "off":
         return
     for number, layer in enumerate(model.layers):
-        attention, problem = layer.attention, f'qk_clip.mode = "{section.mode}" is not possible: layers.{number}'
+        attention, problem = layer.attention, f'= "{section.mode}" is not possible: layers.{number}'
         inner = type(getattr(attention, "inner_attention", None))
         if not isinstance(attention, GQAttention.Config | LatentAttention.Config) or inner not in OBSERVED:
-            raise RecipeError(f'{problem} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"')
+            raise RecipeError(
+                f'{problem} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"',
+                key="qk_clip.mode",
+            )
         if section.mode == "clip" and isinstance(attention, GQAttention.Config) and attention.qk_norm is not None:
             raise RecipeError(
                 f"{problem} normalizes queries and keys after their projections (qk-norm), so that scaling those "
-                'changes no logit, and the norms bound them already; set it to "log" or "off"'
+                'changes no logit, and the norms bound them already; set it to "log" or "off"',
+                key="qk_clip.mode",
             )
         config = attention.inner_attention
         options = {field.name: getattr(config, field.name) for field in fields(config) if field.init}

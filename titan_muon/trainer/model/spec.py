@@ -27,7 +27,8 @@ def model_spec(
         family = registry.models.get(name)
     flavors = family.flavors()
     if flavor not in flavors:
-        raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors) + f" (of model.name = {name!r})")
+        unknown = registry.UnknownName("model.flavor", flavor, flavors)
+        raise RecipeError(f"{unknown.problem} (of model.name = {name!r})", key=unknown.key)
     spec: ModelSpec = family.build(flavor, vocab_size)
     use_attention(spec.model, attention, plans_for_host() if on_cpu is None else on_cpu)
     return spec

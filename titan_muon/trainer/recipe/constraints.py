@@ -9,6 +9,7 @@ from itertools import chain
 from string import Formatter
 
 from titan_muon.options import EXPERT, OptionError
+from titan_muon.registry import UnknownName
 from titan_muon.trainer.recipe.schema import refuse, values
 from titan_muon.trainer.recipe.sections import Recipe
 from titan_muon.trainer.recipe.toml import RecipeError, value_text
@@ -135,6 +136,12 @@ def scheduled_steps(recipe: Recipe) -> int:
     return recipe.training.steps if total is None else total
 
 
+def named_keys(accepted: str) -> tuple[str, list[str]]:
+    """A violation's text without braces, and the keys that were in braces."""
+    parts = [(text, name or "") for text, name, *_ in Formatter().parse(accepted)]
+    return "".join(text + name for text, name in parts), list(dict.fromkeys(name for _, name in parts if name))
+
+
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     """Raise RecipeError for the first violation.
 
@@ -142,21 +149,19 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     """
     current = values(recipe)
     for key, accepted in violations(recipe):
-        parts = [(text, name) for text, name, *_ in Formatter().parse(accepted)]
-        accepted, others = (
-            "".join(text + (name or "") for text, name in parts),
-            dict.fromkeys(name for _, name in parts),
-        )
+        text, others = named_keys(accepted)
         shown = ", ".join(
             f"{name} = {value_text(current[name])} ({sources.get(name, 'default')})"
             for name in others
-            if name is not None and name != key and current[name] is not None
+            if name != key and current[name] is not None
         )
-        raise refuse(sources.get(key, file), key, current[key], f"{accepted}. Here {shown}" if shown else accepted)
+        raise refuse(sources.get(key, file), key, current[key], f"{text}. Here {shown}" if shown else text)
 
 
 def recipe_error(error: ValueError) -> RecipeError:
     """A library error in terms of the recipe: a keyword of Muon becomes a key."""
+    if isinstance(error, UnknownName):
+        return RecipeError(error.problem, key=error.key)
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
     key = error.option

@@ -248,7 +248,7 @@ def _latest_run(recipe: Recipe, runs: Path, typed: tuple[str, ...], flaws: Flaws
         if (whole := _whole_step(recipe, run.path, flaws)) is None:
             continue
         if refusal is not None:
-            raise RecipeError(refusal)
+            raise refusal
         return run, whole
     step = recipe.checkpoint.load_step
     if step != -1:
