@@ -77,7 +77,7 @@ train: venv
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=$(NPROC) train.py --config $(CONFIG) $(ARGS)
 
 soak: venv
-	$(BIN)/python scripts/soak.py $(ARGS)
+	TITAN_MUON_SOAK_STEPS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 3600 tests/dist/titan/test_restart.py -k random $(ARGS)
 
 check: lint types
 

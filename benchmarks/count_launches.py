@@ -44,7 +44,7 @@ from titan_muon.trainer.recipe import load
 
 @dataclass(frozen=True)
 class Row:
-    """A model planned on a world, as `scripts/plan_scale.py` names it."""
+    """A model planned on a world, as `benchmarks/plan_scale.py` names it."""
 
     model: str
     ranks: int
@@ -142,7 +142,7 @@ def counted(row: Row) -> Counts:
 
 
 def rows_of(file: Path) -> list[Row]:
-    """The rows of a file of `scripts/plan_scale.py`."""
+    """The rows of a file of `benchmarks/plan_scale.py`."""
     names = [field.name for field in fields(Row)]
     return [Row(**{name: row[name] for name in names}) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 

@@ -32,7 +32,7 @@ from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.engine.tensors.process_groups import fake_world  # noqa: E402
 from titan_muon.options import EXPERT, Expert, MuonOptions, PlacementRule, Split, choices  # noqa: E402
 from titan_muon.trainer.recipe import schema, toml  # noqa: E402
-from titan_muon.trainer.recipe.constraints import violations  # noqa: E402
+from titan_muon.trainer.recipe.constraints import named_keys, violations  # noqa: E402
 from titan_muon.trainer.recipe.sections import Recipe  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -366,7 +366,7 @@ def recipe_pairs() -> str:
 
 def broken_by(choices: Sequence[Setting]) -> set[tuple[str, str]]:
     """The violations of the default recipe with some keys changed."""
-    return set(violations(with_keys(choices)))
+    return {(key, named_keys(accepted)[0]) for key, accepted in violations(with_keys(choices))}
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

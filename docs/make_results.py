@@ -1,4 +1,4 @@
-"""Writes docs/results/plan.md from the JSON files of scripts/plan_scale.py in docs/results/, and a table of host.md.
+"""Writes docs/results/plan.md from the JSON files of benchmarks/plan_scale.py in docs/results/, and a table of host.md.
 
 The table of host.md has the counts of `benchmarks/count_launches.py` in launches.jsonl beside the modelled steps.
 """
@@ -28,7 +28,7 @@ one H200 took 0.99 to 2.71 times the time that was modelled with rates fitted to
 
 - **step**: Newton-Schulz + passes over memory + waits, if the host is ahead of the device.
 - **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.
-- **whole**: a lower bound for plans with each matrix whole on one rank (`scripts/bounds.py`).
+- **whole**: a lower bound for plans with each matrix whole on one rank (`benchmarks/bounds.py`).
 - **exposed**: the step minus the same step with links that take no time.
 - **host**: time in which the host launches the step. A clock shows this time where it is longer than the step.
 """

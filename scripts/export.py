@@ -1,57 +1,8 @@
-"""Write a run's model as a Hugging Face folder: weights, configuration and tokenizer, whatever layout trained the run.
-
-python scripts/export.py runs/llama_muon exported
-"""
-
-from __future__ import annotations
+"""Writes a run's model as a Hugging Face folder: `python scripts/export.py runs/llama_muon exported`."""
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-import tyro
-from saved.command import run_command
-
-from titan_muon.trainer.recipe import RecipeError
-from titan_muon.trainer.run_folder import RunFolder
-
-
-def export(
-    run: tyro.conf.Positional[Path],
-    out: tyro.conf.Positional[Path],
-    step: int | None = None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    drop_expert_bias: bool = False,
-) -> None:
-    """Write the model of a run as a folder that Transformers loads.
-
-    Args:
-        run: Run folder, or folder of a recipe's runs, for the newest run.
-        out: New folder.
-        step: Step of the checkpoint; the newest by default.
-        dtype: Dtype of the weights.
-        drop_expert_bias: Leave out the bias of load balancing where Transformers' architecture has none.
-    """
-    folder = RunFolder.find(run).path
-    if out.exists():
-        raise RecipeError(f"{out} exists; name a new folder")
-    # PyTorch takes seconds to import, which an error need not wait for.
-    from saved.hugging_face import save
-    from saved.saved_model import open_saved
-
-    saved = open_saved(folder, step, dtype=dtype)
-    save(saved, out, drop_expert_bias=drop_expert_bias)
-    print(f"step {saved.step} of {folder} is in {out}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line. Returns the exit code, 2 for a user error."""
-    return run_command(export, arguments)
-
+from titan_muon.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["export", *sys.argv[1:]]))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,16 +25,8 @@ RECIPE is a TOML file, or the name of a recipe of this package. CONFIG_JSON is t
 or its folder. On several GPUs:
   torchrun --nproc-per-node 8 -m titan_muon.command train --config RECIPE
 """
-SCRIPTS: Mapping[str, str] = {
-    "train": "train.py",
-    "plan": "train.py",
-    "compare": "scripts/compare_runs.py",
-    "sweep": "scripts/sweep.py",
-    "sample": "scripts/sample.py",
-    "evaluate": "scripts/evaluate.py",
-    "export": "scripts/export.py",
-}
-NEEDED = ("torchtitan", "tyro", "matplotlib")
+COMMANDS = ("train", "plan", "compare", "sweep", "sample", "evaluate", "export")
+NEEDED = ("torchtitan", "tyro")
 """Modules of the extra `titan`, required by every command, except for the plan of a config.json."""
 
 
@@ -50,11 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .audit.command import main as audit
 
         return audit(words)
-    if verb not in SCRIPTS:
-        print(f"titan-muon: {verb!r} is no command; choose from {', '.join(SCRIPTS)}, audit, recipes", file=sys.stderr)
+    if verb not in COMMANDS:
+        print(f"titan-muon: {verb!r} is no command; choose from {', '.join(COMMANDS)}, audit, recipes", file=sys.stderr)
         return 2
     of_config = verb == "plan" and bool(words) and not words[0].startswith("-")
-    needed, extra = (("transformers",), "transformers") if of_config else (NEEDED, "'titan-muon[titan]'")
+    drawing = ("matplotlib",) if verb in ("compare", "sweep") else ()
+    needed, extra = (("transformers",), "transformers") if of_config else ((*NEEDED, *drawing), "'titan-muon[titan]'")
     if missing := [name for name in needed if find_spec(name) is None]:
         text = f"titan-muon {verb}: needs {', '.join(missing)}; install them by pip install {extra}"
         print(text, file=sys.stderr)
@@ -63,19 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .forecast.config_file import main as plan
 
         return plan(words)
-    script = shipped() / SCRIPTS[verb]
-    # Models are beside train.py, and modules of a script beside the script.
-    sys.path.insert(0, str(script.parent))
-    sys.argv = [f"titan-muon {verb}", *words, *(["--dry-run"] if verb == "plan" else [])]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(done.code is not None)
-    return 0
+    # By name, because the library imports nothing of the trainer, which needs TorchTitan.
+    start = import_module(f"{__package__}.trainer.commands").start
+    code: int = start("train", [*words, "--dry-run"]) if verb == "plan" else start(verb, words)
+    return code
 
 
 def shipped() -> Path:
-    """Folder of train.py, models, configs and scripts: within the package in a wheel, otherwise the checkout."""
+    """Folder of models and configs: within the package in a wheel, otherwise the checkout."""
     package = Path(__file__).parent
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
 

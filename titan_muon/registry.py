@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         if entries:
             self.register(name, entries[0].load())
             return self._values[name]
-        raise ValueError(unknown_name(self.key, name, self.names()))
+        raise UnknownName(self.key, name, self.names())
 
     def __contains__(self, name: str) -> bool:
         return name in self.own or name in self._values or bool(entry_points(group=self.group, name=name))
@@ -54,13 +54,15 @@ class Registry(Generic[T]):
         return tuple(sorted({*self.own, *self._values, *(entry.name for entry in entry_points(group=self.group))}))
 
 
-def unknown_name(key: str, name: str, known: Sequence[str]) -> str:
-    """The error message for an unknown name in a recipe key."""
-    if problem := VALUES.get((key, name)):
-        return f"{key} = {name!r} {problem}"
-    matches = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {matches[0]!r}? " if matches else ""
-    return f"{key} = {name!r} is unknown; {hint}choose from: {', '.join(known)}"
+class UnknownName(ValueError):
+    """An unknown name in the recipe's `key`. `problem` includes the remedy."""
+
+    def __init__(self, key: str, name: str, known: Sequence[str]) -> None:
+        matches = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {matches[0]!r}? " if matches else ""
+        problem = VALUES.get((key, name), f"is unknown; {hint}choose from: {', '.join(known)}")
+        self.key, self.problem = key, f"= {name!r} {problem}"
+        super().__init__(f"{key} {self.problem}")
 
 
 @dataclass(frozen=True)

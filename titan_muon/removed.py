@@ -38,6 +38,47 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
         "metrics.save_for_all_ranks": Removed(
             False, "was removed: the rank with the loss writes the metrics, which are of all ranks; leave it out"
         ),
+        **{
+            key: Removed(default, f"was removed, because no recipe needed another value than {shown}; leave it out")
+            for key, default, shown in (
+                ("training.gc_debug", False, "false"),
+                ("training.gc_freq", 50, "50"),
+                ("training.mixed_precision_reduce", "float32", '"float32"'),
+                ("checkpoint.enable_first_step_checkpoint", False, "false"),
+                ("metrics.save_tb_folder", "tb", '"tb"'),
+                ("activation_checkpoint.visualize_memory_budget_pareto", False, "false"),
+                ("activation_checkpoint.preserve_rng_state", True, "true"),
+                ("activation_checkpoint.determinism_check", "default", '"default"'),
+                ("activation_checkpoint.debug", False, "false"),
+                ("comm.save_traces_folder", "comm_traces", '"comm_traces"'),
+                ("comm.save_traces_file_prefix", "rank_", '"rank_"'),
+                ("profiler.memory_snapshot_max_entries", 1_000_000, "1,000,000"),
+            )
+        },
+        **{
+            f"data.{key}": Removed(False, "was removed; set data.num_workers, which loads beside training")
+            for key in ("prefetch_factor", "persistent_workers", "pin_memory")
+        },
+        **{
+            f"parallelism.pipeline_parallel_{key}_stage_less_layers": Removed(
+                1, "was removed: it weighed embedding and head; name each stage's modules in module_fqns_per_model_part"
+            )
+            for key in ("first", "last")
+        },
+        "debug.deterministic_warn_only": Removed(
+            False, "was removed: it only warned; set debug.deterministic = false to go on with other kernels"
+        ),
+        **{
+            f"profiler.{key}": Removed(None, "was removed; set profiler.profile_freq, the steps between traces")
+            for key in ("profiler_repeat", "profiler_skip_first", "profiler_skip_first_wait", "memory_snapshot_freq")
+        },
+        **{
+            f"profiler.{key}": Removed(folder, "was removed; the run's folder profiling/ has traces and snapshots")
+            for key, folder in (
+                ("save_traces_folder", "profile_traces"),
+                ("save_memory_snapshot_folder", "memory_snapshots"),
+            )
+        },
         "muon.expert.split_over": Removed(
             1,
             "was removed: it let several ranks orthogonalize slices of a matrix; leave it out, and one rank "

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import tyro
 
-from scripts.plan_scale import main, model_seconds
-from scripts.plan_scale import plan_numbers as planned
+from benchmarks.plan_scale import main, model_seconds
+from benchmarks.plan_scale import plan_numbers as planned
 
 # Shared by several tests.
 plan_numbers = cache(planned)
 
 # The hardest cases: fewest matrices per rank, longest waits between buckets, and links faster than Newton-Schulz. On
-# slower links owners are even by bytes. scripts/plan_scale.py has all worlds.
+# slower links owners are even by bytes. benchmarks/plan_scale.py has all worlds.
 # Limits: FLOPs of the busiest rank over their bound; the modelled step without passes over its bound; the step over the
 # bound for whole matrices. Whole matrices do not divide evenly, and the first gather and the last return are exposed:
 # the part above 1.

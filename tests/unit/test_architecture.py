@@ -208,9 +208,7 @@ def test_only_the_command_imports_the_audit() -> None:
 
 def imported_files(path: Path) -> set[Path]:
     """Imported files of this repository: at the top, in functions, or for type checks."""
-    # scripts/compare_runs.py is run by path, so imports begin in the script's folder.
-    homes = (ROOT, path.parent) if path.parent == ROOT / "scripts" else (ROOT,)
-    modules = (module_file(home, module) for module in imports(path) for home in homes)
+    modules = (module_file(ROOT, module) for module in imports(path))
     return {file for file in modules if file is not None} - {path}
 
 
@@ -261,7 +259,6 @@ def test_the_searches_find_collectives_and_circles() -> None:
     assert {"planner", "trainer", "engine", "owned"} <= {part(path) for path in files("titan_muon")}
     buffers = imported_files(PACKAGE / "engine/exchange/buffers.py")
     assert "titan_muon/engine/layout" in {folder_of(other) for other in buffers}
-    assert ROOT / "scripts/compare/run_folder.py" in imported_files(ROOT / "scripts/compare_runs.py")
     assert folder_of(PACKAGE / "trainer/torchtitan/compat.py") == "titan_muon/trainer/torchtitan"
     assert folder_of(PACKAGE / "trainer/run/job.py") == "titan_muon/trainer/run"
     assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == 4

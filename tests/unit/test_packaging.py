@@ -33,11 +33,10 @@ def test_the_wheel_has_types_models_and_recipes_and_the_sdist_tests_and_docs(bui
     names = set(zipfile.ZipFile(built[0]).namelist())
     assert {
         "titan_muon/py.typed",
-        "titan_muon/shipped/train.py",
         "titan_muon/shipped/models/qwen3.py",
         "titan_muon/shipped/configs/qwen_moe_muon.toml",
-        "titan_muon/shipped/scripts/compare_runs.py",
-        "titan_muon/shipped/scripts/saved/saved_model.py",
+        "titan_muon/trainer/commands/compare.py",
+        "titan_muon/trainer/commands/saved_model.py",
     } <= names
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
     with tarfile.open(built[1]) as archive:

@@ -44,7 +44,7 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
     """
     for name in options.algorithm_options:
         if name not in registry.algorithms:
-            problem = registry.unknown_name(name, name, registry.algorithms.names()).partition("is unknown")[2]
+            problem = registry.UnknownName(name, name, registry.algorithms.names()).problem.partition("is unknown")[2]
             raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm{problem}")
     choices = _choices(options, groups) or [options.algorithm]
     made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}

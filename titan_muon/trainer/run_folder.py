@@ -204,15 +204,16 @@ class RunFolder:
             if mine[key] != theirs[key] and key not in PLACE
         }
 
-    def refusal(self, recipe: Recipe) -> str | None:
+    def refusal(self, recipe: Recipe) -> RecipeError | None:
         """Why `checkpoint.load = "latest"` cannot continue this run: the first key that may not change."""
         mine, theirs = values(recipe), values(self.recipe)
         for key in self.changes(recipe):
             if not may_change(Recipe, key, mine, theirs):
-                return (
-                    f"{key} = {_text(mine[key])} differs from {self.path}, which has {_text(theirs[key])}. Write "
+                return RecipeError(
+                    f"= {_text(mine[key])} differs from {self.path}, which has {_text(theirs[key])}. Write "
                     f"{_text(theirs[key])} or name that folder in checkpoint.load to continue the run, or write "
-                    'checkpoint.load = "none" or another --name to start a new one'
+                    'checkpoint.load = "none" or another --name to start a new one',
+                    key=key,
                 )
         return None
 

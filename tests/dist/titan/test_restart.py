@@ -1,6 +1,7 @@
 """A killed or hanging rank ends the job in time with a report of the rank, and a restart continues the run."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -45,7 +46,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
 def test_a_restart_continues_the_run_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """A rank is killed with kill -9; `torchrun --max-restarts=1` ends the run at the last step, in one folder.
 
-    On two nodes; tests/unit/benchmarks/test_scripts.py kills a rank of two on a node.
+    On two nodes; the next test kills ranks on one node.
     """
     launchers, output = start_nodes(tiny.write_recipe(tmp_path), *FEW)
     try:
@@ -61,6 +62,37 @@ def test_a_restart_continues_the_run_from_the_newest_checkpoint(tmp_path: Path) 
     folder = run_folder(tmp_path)
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
     assert list(tiny.records(folder, "loss")) == list(range(1, 7))
+
+
+@pytest.mark.slow
+def test_a_run_with_kills_at_random_moments_has_the_digits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """A random rank is killed once, and once more for each 250 steps. `make soak` trains 2,000 steps.
+
+    A dense model, because the expert counts of a batch change its losses in the last digits.
+    """
+    steps, draw = int(os.environ.get("TITAN_MUON_SOAK_STEPS", "6")), random.Random(0)
+    kills = sorted(draw.sample(range(2, steps - 1), max(1, steps // 250)))
+    recipe = tiny.write_recipe(tmp_path)
+    words = (*FEW, "--model.name=llama3", "--model.flavor=tiny", f"--training.steps={steps}")
+    losses = []
+    for due in ([], kills):
+        launcher = (*TORCHRUN, f"--max-restarts={len(due)}")
+        process = start(launcher, recipe, *words, f"--lr_scheduler.total_steps={steps}", f"--name=kills{len(due)}")
+        assert process.stdout is not None
+        shown = "".join(read_until(process.stdout, rf"^step +{step}/") + kill_a_rank(process, draw) for step in due)
+        shown += process.stdout.read()
+        assert process.wait(timeout=300) == 0, shown
+        (folder,) = (path.parent for path in tmp_path.glob(f"runs/kills{len(due)}/*/metrics.jsonl"))
+        losses.append(tiny.records(folder, "loss"))
+    assert list(losses[0]) == list(range(1, steps + 1))
+    assert losses[0] == losses[1]
+
+
+def kill_a_rank(launcher: subprocess.Popen[str], draw: random.Random) -> str:
+    """Kill one of two ranks. Returns a line about it."""
+    rank = draw.randrange(2)
+    os.kill(worker(launcher, rank), signal.SIGKILL)
+    return f"killed rank {rank}\n"
 
 
 TORCHRUN_SECONDS = 30

@@ -17,18 +17,18 @@ from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
+from titan_muon.trainer.commands import (  # noqa: E402
+    evaluate,
+    sample,
+    start,
+)
+from titan_muon.trainer.commands.saved_model import open_saved  # noqa: E402
 from titan_muon.trainer.run import job  # noqa: E402
 from titan_muon.trainer.run.runs import Run  # noqa: E402
 from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
 from titan_muon.trainer.run_folder import RunFolder  # noqa: E402
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import evaluate  # noqa: E402
-import export  # noqa: E402
-import sample  # noqa: E402
-from saved.saved_model import open_saved  # noqa: E402
 
 SHORT = {
     "training__steps": 2,
@@ -64,13 +64,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_recipes_folder_stands_for_its_newest_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main([str(run.parent), "--sequences", "1"]) == 0
+    assert start("evaluate", [str(run.parent), "--sequences", "1"]) == 0
     assert capsys.readouterr().err == f"{run}: the newest run in {run.parent}\n"
 
 
 @pytest.mark.parametrize("name", ["sample", "evaluate"])
 def test_a_wrong_folder_is_refused_before_torch_is_imported(tmp_path: Path, name: str) -> None:
-    code = f"import sys; import {name}; print({name}.main([{str(tmp_path)!r}]), 'torch' in sys.modules)"
+    words = [name, str(tmp_path)]
+    code = f"import sys; from titan_muon.command import main; print(main({words}), 'torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
     assert shown == "2 False\n"
 
@@ -78,7 +79,7 @@ def test_a_wrong_folder_is_refused_before_torch_is_imported(tmp_path: Path, name
 @pytest.mark.filterwarnings("error:Mismatch dtype")
 def test_evaluate_gives_the_validation_loss_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One process reads experts, owned and sharded parameters of 2 ranks, and the sequences of the validation."""
-    assert evaluate.main([str(run), "--sequences", "16"]) == 0
+    assert start("evaluate", [str(run), "--sequences", "16"]) == 0
     shown = capsys.readouterr().out
     loss = float(shown.split("held-out loss ")[1].split()[0])
     assert loss == pytest.approx(tiny.records(run, "val_loss")[2], abs=2e-4)
@@ -89,7 +90,7 @@ def test_evaluate_gives_the_validation_loss_of_training(run: Path, capsys: pytes
 def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):
-        assert sample.main([str(run), "--prompt", "matrix", "--tokens", "12", "--seed", seed]) == 0
+        assert start("sample", [str(run), "--prompt", "matrix", "--tokens", "12", "--seed", seed]) == 0
         texts.append(capsys.readouterr().out)
     assert all(text.startswith("matrix") and len(text) > len("matrix\n") for text in texts)
     assert texts[0] == texts[1] != texts[2]
@@ -107,7 +108,7 @@ def test_a_run_of_two_ranks_is_exported(run: Path, tmp_path: Path, capsys: pytes
     from safetensors.torch import load_file
 
     words = [str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]
-    assert export.main(words) == 2
+    assert start("export", words) == 2
     assert "--drop-expert-bias" in capsys.readouterr().err
     command = [sys.executable, str(SCRIPTS / "export.py"), *words, "--drop-expert-bias"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -115,13 +116,13 @@ def test_a_run_of_two_ranks_is_exported(run: Path, tmp_path: Path, capsys: pytes
     written, model = load_file(tmp_path / "out" / "model.safetensors"), open_saved(run, dtype="bfloat16").model
     experts = model.get_parameter("layers.3.moe.routed_experts.inner_experts.w1_EFD")
     assert torch.equal(written["model.layers.3.mlp.experts.15.gate_proj.weight"], experts[15])
-    assert export.main(words) == 2
+    assert start("export", words) == 2
     assert capsys.readouterr().err == f"export: {tmp_path}/out exists; name a new folder\n"
 
 
 def test_a_bad_number_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("--temperature nan", "--top-k -1", "--tokens 0"):
-        assert sample.main([str(run), *words.split()]) == 2
+        assert start("sample", [str(run), *words.split()]) == 2
         assert f"sample: {words}: must be" in capsys.readouterr().err
 
 

@@ -155,7 +155,7 @@ def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
     assert {"step/tokens_per_second", "time/optimizer", "step/memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)
     assert (folder / "optimizers.txt").read_text().count("\nMuon step: ") == 1
-    assert_ranges(folder / "profile_traces")
+    assert_ranges(folder / "profiling" / "traces")
 
 
 def assert_ranges(traces: Path) -> None:

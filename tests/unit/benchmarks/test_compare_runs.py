@@ -1,4 +1,4 @@
-"""scripts/compare_runs.py on synthetic runs: every section, the picture, the page, and every error."""
+"""`titan-muon compare` on synthetic runs: every section, the picture, the page, and every error."""
 
 import json
 import math
@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-# Python finds the neighbours of a script here.
-sys.path.insert(0, str(SCRIPTS))
+from titan_muon.trainer.commands import records, start
 
-import compare_runs  # noqa: E402
-from compare import run_folder  # noqa: E402
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 RECIPE = """
 [muon]
@@ -69,7 +66,7 @@ def cells(text: str) -> Table:
 
 def sections(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
     """What a comparison prints, by title."""
-    assert compare_runs.main([str(argument) for argument in arguments]) == 0
+    assert start("compare", [str(argument) for argument in arguments]) == 0
     _, *printed = capsys.readouterr().out.split("\n## ")
     return dict(section.rstrip().split("\n\n", 1) for section in printed)
 
@@ -108,7 +105,7 @@ def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
 ) -> None:
     paths = [write_run(tmp_path / f"x/{seed}", 2.0 + seed, seed=seed) for seed in (0, 1, 2)]
     paths.append(write_run(tmp_path / "x/high", 5.0, lr=0.1))
-    mean, single = run_folder.read_runs(paths, "loss")
+    mean, single = records.read_runs(paths, "loss")
     assert (mean.label, mean.seeds, single.label) == ("muon.lr=0.01 (3 seeds)", 3, "muon.lr=0.1")
     assert (mean.of("loss")[100], mean.spread["loss"][100]) == (3.0, 1.0)
     assert cells(sections(capsys, *paths)["Training loss"])["± over seeds"] == ["1.0000", "-"]
@@ -117,7 +114,7 @@ def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
 def test_a_picture_is_a_file(pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curves.svg"
     words = ["--output", str(picture), "--title", "a < b", "--metric", "bits_per_byte"]
-    assert compare_runs.main([*map(str, pair), *words]) == 0
+    assert start("compare", [*map(str, pair), *words]) == 0
     assert picture.read_text().startswith("<?xml")
     assert f"Picture: {picture}\n" in capsys.readouterr().out
 
@@ -129,7 +126,7 @@ def test_runs_without_a_step_are_passed_over_and_a_torn_line_is_skipped(
         file.write('{"step": 101, "lo\n{"step": 102, "lo')
     (pair[0].parent / "t2").mkdir()
     (pair[0].parent / "latest").write_text("t1")
-    assert compare_runs.main([*map(str, pair), str(pair[0].parent / "t2"), "--output", str(tmp_path / "c.png")]) == 0
+    assert start("compare", [*map(str, pair), str(pair[0].parent / "t2"), "--output", str(tmp_path / "c.png")]) == 0
     error = capsys.readouterr().err
     assert "t2: passed over" in error
     assert "metrics.jsonl: left out the damaged line 103\n" in error
@@ -152,9 +149,9 @@ def test_a_wrong_comparison_is_refused_in_one_line(
     broken, odd = write_run(tmp_path / "broken/t"), write_run(tmp_path / "odd/t", steps=[201, 203])
     (broken / "recipe.toml").write_text("[muon\n")
     named = {"broken": broken, "odd": odd, "root": tmp_path}
-    assert compare_runs.main(words.format(*pair, **named).split()) == 2
+    assert start("compare", words.format(*pair, **named).split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("compare_runs: ")
+    assert error.startswith("compare: ")
     assert says in error
     assert error.count("\n") == 1
 

@@ -1,22 +1,15 @@
-"""Scripts on small cases: sweeps, a soak test, and a job of SLURM."""
+"""Sweeps on small cases, and a job of SLURM."""
 
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from titan_muon.trainer.commands import start, sweep
+
 ROOT = Path(__file__).parents[3]
-# Python finds the neighbours of a script here.
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import sweep  # noqa: E402
-
-from scripts import soak  # noqa: E402
-from tests import tiny  # noqa: E402
-
 DENSE, MOE = (str(ROOT / f"configs/{name}.toml") for name in ("llama_muon", "qwen_moe_muon"))
 
 
@@ -43,7 +36,7 @@ def small(tmp_path: Path) -> list[str]:
 
 
 def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep.main([DENSE, MOE, "muon.lr+adamw.lr=1e-3,2e-3", "training.seed=0,1", "--dry-run"]) == 0
+    assert start("sweep", [DENSE, MOE, "muon.lr+adamw.lr=1e-3,2e-3", "training.seed=0,1", "--dry-run"]) == 0
     *runs, last = capsys.readouterr().out.splitlines()
     assert last.startswith("8 runs")
     assert runs[0] == "llama_muon muon.lr+adamw.lr=1e-3 training.seed=0"
@@ -67,7 +60,7 @@ def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: pytest.CaptureFi
 def test_a_bad_sweep_is_refused_before_the_first_run(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep.main(words) == 2
+    assert start("sweep", words) == 2
     output = capsys.readouterr()
     assert message in output.err
     assert "[1/" not in output.out
@@ -79,10 +72,10 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = [DENSE, "muon.lr=1e30,1e-3,2e-3", "training.seed=1", *small]
-    assert sweep.main(arguments) == 1
+    assert start("sweep", arguments) == 1
     shown = capfd.readouterr()
     assert "[1/3] llama_muon muon.lr=1e30 training.seed=1: failed with exit code 1" in shown.err
-    assert "## Held-out loss" in shown.out or "## Validation loss" in shown.out, "the table of compare_runs"
+    assert "## Held-out loss" in shown.out or "## Validation loss" in shown.out, "the table of compare"
 
     # Cut off after the checkpoint of step 2.
     run, other = sweep.plan([DENSE], arguments[1:3], small, 1)[1:]
@@ -92,34 +85,10 @@ def test_a_sweep_continues_after_a_divergence_and_resumes(
     (folder / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
     shutil.rmtree(folder / "checkpoint/step-4")
     assert run.finished() is None
-    assert sweep.main([DENSE, "muon.lr=1e-3,2e-3", *arguments[2:]]) == 0
+    assert start("sweep", [DENSE, "muon.lr=1e-3,2e-3", *arguments[2:]]) == 0
     assert f"{other.name}: finished before in" in capfd.readouterr().out
     assert run.finished() == folder
     assert (folder / "metrics.jsonl").read_text().count('"loss"') == 4
-
-
-@pytest.mark.slow
-def test_a_killed_run_has_the_losses_of_an_undisturbed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """6 steps, with a kill and a checkpoint every 2 steps."""
-    recipe = tiny.write_recipe(tmp_path)
-    words = ("--steps=6", "--kills=1", "--minutes=8", f"--config={recipe}", f"--folder={tmp_path / 'soak'}")
-    keys = ("--checkpoint.freq=2", "--model.name=llama3", "--model.flavor=tiny", "--muon.expert.ns_dtype=float32")
-    code = soak.main([*words, "--", *keys])
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
-    assert "6 steps undisturbed" in shown.out
-    assert "6 steps with 1 kills" in shown.out
-    (killed,) = (tmp_path / "soak").glob("*/killed")
-    assert len(list(killed.rglob("metrics.jsonl"))) == 1, "a restart continues in the folder of the run"
-
-
-def test_different_losses_and_exit_codes_are_problems_of_a_soak() -> None:
-    losses = {step: 1 / step for step in range(1, 401)}
-    sound = soak.Soak(losses=losses, code=0)
-    assert soak.problems(sound, sound) == []
-    ended, differ = soak.problems(sound, soak.Soak(losses=losses | {7: 0.5}, code=1))
-    assert ended == "the killed run ended with exit code 1"
-    assert differ.startswith("1 of 400 losses differ, the first in step 7")
 
 
 def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

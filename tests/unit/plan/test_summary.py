@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.bounds import least_flops, least_sent
 from benchmarks.owners import Choose, owned_by, per_layer, round_robin
-from scripts.bounds import least_flops, least_sent
 from tests.unit.plans import (
     EXCHANGES,
     examples,

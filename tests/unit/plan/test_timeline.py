@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 
-from scripts.bounds import chains, least_seconds, least_whole
+from benchmarks.bounds import chains, least_seconds, least_whole
 from tests.machines import machine_file, rates
 from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
 from titan_muon.engine.layout.types import Parameter, Plan, Shard

@@ -210,7 +210,7 @@ def _check_muon_options(recipe: Recipe, of_rule: Mapping[str, Any], place: str) 
         iteration(table["ns_coefficients"], table["ns_steps"], table["eps"])
         algorithm_of(options.MuonOptions(**{name: value for name, value in table.items() if name != "expert"}))
     except options.OptionError as error:
-        raise RecipeError(f"{place}.{error.option} {error.problem}") from error
+        raise RecipeError(error.problem, key=f"{place}.{error.option}") from error
 
 
 def offload_of(recipe: Recipe) -> options.Offload:

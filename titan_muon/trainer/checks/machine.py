@@ -28,11 +28,11 @@ def refuse_on_cpu(recipe: Recipe) -> None:
     current = values(recipe)
     for key in ON_GPUS_ALONE:
         if current[key]:
-            raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
+            raise RecipeError("= true is not accepted on the CPU; it needs GPUs. Set it to false.", key=key)
     if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
         raise RecipeError(
-            'checkpoint.async_mode = "async_with_pinned_mem" is not accepted on the CPU, which pins no memory; '
-            'use "async".'
+            '= "async_with_pinned_mem" is not accepted on the CPU, which pins no memory; use "async".',
+            key="checkpoint.async_mode",
         )
 
 

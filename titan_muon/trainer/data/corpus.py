@@ -113,6 +113,6 @@ def _encode(batch: _Batch, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Ite
             if ids.max() >= vocab_size:
                 remedy = "choose the tokenizer and data.token_dtype of these tokens"
                 problem = f"token {ids.max()} in {file.path}: data.tokenizer has {vocab_size}; {remedy}"
-                raise RecipeError(f"data.files: {problem}")
+                raise RecipeError(f": {problem}", key="data.files")
         stored = ids.astype(dtype).tobytes()
         yield {"ids": stored, "tokens": len(ids), "text_bytes": len(text.encode()), "crc": zlib.crc32(stored)}

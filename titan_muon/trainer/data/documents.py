@@ -133,7 +133,7 @@ class Documents:
         for number, (file, content) in enumerate(self.contents()):
             if file.has_tokens:
                 needed = "text, which data.tokenizer = 'bpe' needs"
-                raise RecipeError(f"data.files: {file.path} has tokens and no {needed}")
+                raise RecipeError(f": {file.path} has tokens and no {needed}", key="data.files")
             if number not in held_out:
                 yield content.decode("utf-8", errors="replace")
 

@@ -58,7 +58,7 @@ class DataFile:
     def rows(self) -> Iterator[bytes | RecipeError]:
         """As `contents`, and with `data.bad_rows` = "skip" an error for each skipped row."""
         if self.path.endswith(COMPRESSED):
-            raise RecipeError(f"data.files: {self.path} is compressed; decompress it, and name the text file")
+            raise RecipeError(f": {self.path} is compressed; decompress it, and name the text file", key="data.files")
         try:
             # A local path may have characters of URLs.
             with _opened(self.path) if "://" in self.path else open(self.path, "rb") as stream:
@@ -69,7 +69,7 @@ class DataFile:
                         yield content.encode(errors="replace") if isinstance(content, str) else content
         except (OSError, ArrowException) as error:
             problem = getattr(error, "strerror", None) or error
-            raise RecipeError(f"data.files: {self.path!r} cannot be read: {problem}") from error
+            raise RecipeError(f": {self.path!r} cannot be read: {problem}", key="data.files") from error
 
     def _read(self, stream: Any) -> Iterator[bytes | str | RecipeError]:
         if self.has_tokens:
@@ -81,39 +81,45 @@ class DataFile:
     def _json_rows(self, stream: Any) -> Iterator[str | RecipeError]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield self._json_row(f"data.files: {self.path}:{number}", line.decode("utf-8", errors="replace"))
+                yield self._json_row(f": {self.path}:{number}", line.decode("utf-8", errors="replace"))
 
     def _json_row(self, place: str, line: str) -> str | RecipeError:
         try:
             row = json.loads(line)
         except RecursionError:
-            return RecipeError(f"{place}: its lists or objects are nested too deeply")
+            return RecipeError(f"{place}: its lists or objects are nested too deeply", key="data.files")
         except ValueError as error:
-            return RecipeError(f"{place}: not JSON: {error}")
+            return RecipeError(f"{place}: not JSON: {error}", key="data.files")
         if not isinstance(row, dict):
-            return RecipeError(f"{place} is of type {type(row).__name__}; a row is an object with text")
+            return RecipeError(
+                f"{place} is of type {type(row).__name__}; a row is an object with text", key="data.files"
+            )
         if problem := self._missing_field(place, row):
             return problem
         if not isinstance(text := row[self.data.text_key], str):
             field = f"{self.data.text_key!r} (data.text_key)"
-            return RecipeError(f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row")
+            return RecipeError(
+                f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row", key="data.files"
+            )
         return text
 
     def _parquet_rows(self, stream: Any) -> Iterator[str]:
         table = ParquetFile(stream)
-        if problem := self._missing_field(f"data.files: {self.path}", table.schema_arrow.names):
+        if problem := self._missing_field(f": {self.path}", table.schema_arrow.names):
             raise problem
         kind = table.schema_arrow.field(self.data.text_key).type
         if "string" not in str(kind) or types.is_nested(kind):
             field = f"{self.data.text_key!r} (data.text_key)"
-            raise RecipeError(f"data.files: {self.path}: {field} is of type {kind}, not text; name a field with text")
+            raise RecipeError(
+                f": {self.path}: {field} is of type {kind}, not text; name a field with text", key="data.files"
+            )
         for batch in table.iter_batches(columns=[self.data.text_key]):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
 
     def _missing_field(self, place: str, names: Collection[str]) -> RecipeError | None:
         key = self.data.text_key
         missing = f"{place} has no field data.text_key = {key!r}; it has {', '.join(names)}"
-        return RecipeError(missing) if key not in names else None
+        return RecipeError(missing, key="data.files") if key not in names else None
 
     def _documents_of_tokens(self, stream: Any) -> Iterator[bytes]:
         if self.path.endswith(".npy"):
@@ -136,7 +142,9 @@ class DataFile:
         dtype = np.dtype(of_header or self.data.token_dtype).newbyteorder("<")
         while content := stream.read(TOKENS_AT_ONCE * dtype.itemsize):
             if len(content) % dtype.itemsize:
-                raise RecipeError(f"data.files: {self.path} is cut off within a token of {dtype}; see data.token_dtype")
+                raise RecipeError(
+                    f": {self.path} is cut off within a token of {dtype}; see data.token_dtype", key="data.files"
+                )
             yield np.frombuffer(content, dtype)
 
 
@@ -149,10 +157,12 @@ def _array(path: str, stream: Any) -> np.ndarray:
         ids: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
     # A damaged header may ask for any size.
     except (ValueError, MemoryError) as error:
-        raise RecipeError(f"data.files: {path!r} cannot be read: {error}") from error
+        raise RecipeError(f": {path!r} cannot be read: {error}", key="data.files") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= 1 << 32:
         wrong = f"has {ids.dtype} numbers of shape {ids.shape}"
-        raise RecipeError(f"data.files: {path} {wrong}; a file of tokens has one axis of integers from 0 to 2**32 - 1")
+        raise RecipeError(
+            f": {path} {wrong}; a file of tokens has one axis of integers from 0 to 2**32 - 1", key="data.files"
+        )
     return ids
 
 
@@ -199,21 +209,25 @@ def _python_files() -> Found:
         paths = (Path(folder, file) for file in files if file.endswith(".py"))
         sources |= {path.relative_to(root).as_posix(): (str(path), 0) for path in paths if path.is_file()}
     if not sources:
-        raise RecipeError(f"data.source = 'python': no .py file in {root}; use data.source = 'files' and data.files")
+        raise RecipeError(
+            f"= 'python': no .py file in {root}; use data.source = 'files' and data.files", key="data.source"
+        )
     return sources
 
 
 def _matched_files(data: Data) -> Found:
     """Matching files by path from their deepest common folder, independent of the working directory."""
     if not data.files:
-        raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
+        raise RecipeError("is empty; data.source = 'files' needs at least one glob pattern", key="data.files")
     entries: dict[str, int] = {}
     for number, pattern in enumerate(data.files):
         for file in _matches(pattern) if "://" in pattern else _local_matches(pattern):
             # Patterns or links may match a file twice, to be trained on and held out.
             if entries.setdefault(file, number) != number and data.weights:
                 both = f"data.files[{entries[file]}] and data.files[{number}]"
-                raise RecipeError(f"data.weights: {both} both match {file}; an entry with a weight has its own files")
+                raise RecipeError(
+                    f": {both} both match {file}; an entry with a weight has its own files", key="data.weights"
+                )
     paths = {file: PurePosixPath("/", file) for file in entries}
     root = os.path.commonpath([path.parent for path in paths.values()])
     return {path.relative_to(root).as_posix(): (file, entries[file]) for file, path in paths.items()}
@@ -222,7 +236,9 @@ def _matched_files(data: Data) -> Found:
 def _matches(pattern: str) -> list[str]:
     """URLs of the files that match a URL."""
     if "::" in pattern:
-        raise RecipeError(f"data.files: {pattern!r} chains file systems; unpack the files, and name their own URL")
+        raise RecipeError(
+            f": {pattern!r} chains file systems; unpack the files, and name their own URL", key="data.files"
+        )
     try:
         logger.info("Looking for the files of %s", without_password(pattern))
         system, path = _file_system(pattern)
@@ -235,9 +251,9 @@ def _matches(pattern: str) -> list[str]:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".rstrip(": ")
         remedy = "Check the URL, or copy the files and name the copies."
-        raise RecipeError(f"data.files: {pattern!r} cannot be read: {problem}. {remedy}") from error
+        raise RecipeError(f": {pattern!r} cannot be read: {problem}. {remedy}", key="data.files") from error
     if not found:
-        raise RecipeError(f"data.files: {pattern!r} matches no file of {', '.join(FORMATS)}")
+        raise RecipeError(f": {pattern!r} matches no file of {', '.join(FORMATS)}", key="data.files")
     return [system.unstrip_protocol(file) for file in found]
 
 
@@ -252,7 +268,7 @@ def _local_matches(pattern: str) -> list[str]:
         matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
         problem, remedy = f"{pattern!r} matches no file", f" (seen from {os.getcwd()})"
     if not matches:
-        raise RecipeError(f"data.files: {problem}{remedy}")
+        raise RecipeError(f": {problem}{remedy}", key="data.files")
     return [str(Path(path).resolve()) for path in matches]
 
 

@@ -178,7 +178,9 @@ def dataloader_config(data: Data, *, validation: bool = False) -> Any:
     if data.source == "hf":
         return _text_loader_config(data, validation=validation)
     if validation and data.validation_fraction == 0:
-        raise RecipeError("data.validation_fraction = 0 holds nothing out; raise it, or set validator.enable = false")
+        raise RecipeError(
+            "= 0 holds nothing out; raise it, or set validator.enable = false", key="data.validation_fraction"
+        )
     return PackedDataLoader.Config(documents=Documents(data), validation=validation)
 
 
@@ -188,21 +190,15 @@ def _text_loader_config(data: Data, *, validation: bool) -> Any:
 
     name = f"{data.dataset}_validation" if validation else data.dataset
     if data.dataset not in known:
-        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(sorted(known))}")
+        raise RecipeError(f"= {data.dataset!r}: TorchTitan knows {', '.join(sorted(known))}", key="data.dataset")
     if name not in known:
         raise RecipeError(
-            f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
+            f"= {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false",
+            key="data.dataset",
         )
     from titan_muon.trainer.torchtitan.hf_text import HFTextLoader
 
-    return HFTextLoader.Config(
-        dataset=name,
-        dataset_path=data.dataset_path,
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        persistent_workers=data.persistent_workers,
-        pin_memory=data.pin_memory,
-    )
+    return HFTextLoader.Config(dataset=name, dataset_path=data.dataset_path, num_workers=data.num_workers)
 
 
 def bytes_per_token(config: Any, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:

@@ -99,7 +99,7 @@ class BPETokenizer(_MarkedTokenizer):
         data = config.documents.data
         if data.vocab_size < BYTES + MARKS:
             least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
-            raise RecipeError(f"data.vocab_size = {data.vocab_size}: must be {least}")
+            raise RecipeError(f"= {data.vocab_size}: must be {least}", key="data.vocab_size")
         super().__init__(data.vocab_size)
         text = config.saved
         if text is None:
@@ -136,7 +136,7 @@ def check_vocabulary(tokens: int, rows: int) -> None:
     # An id beyond the embedding would be a late, nameless index error of the device.
     if tokens > rows:
         raise RecipeError(
-            f"data.tokenizer has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}"
+            f"has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}", key="data.tokenizer"
         )
 
 

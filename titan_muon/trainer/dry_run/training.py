@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
@@ -85,7 +86,7 @@ class Passes:
         # Whether FSDP frees gathered parameters between forward and backward.
         self.reshards = get_fsdp_reshard_after_forward_policy(degrees.fsdp_reshard_after_forward, self.stages > 1)
         self.gathered_bytes = TORCH_DTYPE_MAP[passes_dtype(training.mixed_precision_param, device)].itemsize
-        self.reduced_bytes = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
+        self.reduced_bytes = torch.float32.itemsize
         layers: dict[str, list[Assignment]] = {}
         for a in stage:
             if "layers." in a.fqn and len(a.shape) > 1:

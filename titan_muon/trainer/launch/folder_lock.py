@@ -30,8 +30,9 @@ class FolderLock(ExitStack):
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
             raise RecipeError(
-                f"checkpoint.load: {folder} is in use by {file.read().strip()}; end that job first, or start a new run "
-                'with checkpoint.load = "none" or another name'
+                f": {folder} is in use by {file.read().strip()}; end that job first, or start a new run "
+                'with checkpoint.load = "none" or another name',
+                key="checkpoint.load",
             ) from error
         except OSError as error:
             print(f"warning: {folder} cannot be locked ({error}): start no second job in this folder", flush=True)

@@ -102,14 +102,19 @@ def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> No
     if choice == "auto":
         choice = "dense" if on_cpu else "flex"
     if choice not in ("dense", *_ON_GPU):
-        raise RecipeError(f"model.attention = {choice!r} is unknown; choose from: auto, dense, {', '.join(_ON_GPU)}")
+        raise RecipeError(
+            f"= {choice!r} is unknown; choose from: auto, dense, {', '.join(_ON_GPU)}", key="model.attention"
+        )
     if on_cpu and choice in _ON_GPU:
-        raise RecipeError(f"model.attention = {choice!r} has no backward on the CPU; use 'auto' or 'dense', or a GPU")
+        raise RecipeError(
+            f"= {choice!r} has no backward on the CPU; use 'auto' or 'dense', or a GPU", key="model.attention"
+        )
     attentions = [layer.attention for layer in model_config.layers]
     if choice == "dense" and any(a is None or hasattr(a, "sliding_window_size") for a in attentions):
         raise RecipeError(
-            "model.attention = 'dense', the choice for CPUs, has no sliding windows, no attention sinks and no linear "
-            "attention, which this model needs; use 'flex' and a GPU"
+            "= 'dense', the choice for CPUs, has no sliding windows, no attention sinks and no linear "
+            "attention, which this model needs; use 'flex' and a GPU",
+            key="model.attention",
         )
     config = DenseMaskAttention.Config if choice == "dense" else _ON_GPU[choice]
     # None: a layer of linear attention.

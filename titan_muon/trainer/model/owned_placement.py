@@ -40,8 +40,8 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
     """
     if not compat.shards_decoders(parallelize_fn):
         raise RecipeError(
-            f"placement.muon = 'owned' knows TorchTitan's decoders, and {parallelize_fn.__module__} shards no decoder; "
-            "use 'shard0'"
+            f"= 'owned' knows TorchTitan's decoders, and {parallelize_fn.__module__} shards no decoder; use 'shard0'",
+            key="placement.muon",
         )
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -54,15 +54,15 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
     if options["dp_mesh_dims"] is not None:
         raise RecipeError(
-            f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
-            f"{recipe.parallelism.spmd_backend!r}"
+            f"= 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not {recipe.parallelism.spmd_backend!r}",
+            key="placement.muon",
         )
     layers = _layers(model)
     try:
         _own_layers(recipe, model, layers, dp_mesh, options)
     except ValueError as error:
         key = "placement.muon = 'owned'" if recipe.placement.muon == "owned" else "placement"
-        raise RecipeError(f"{key}: {error}") from error
+        raise RecipeError(f": {error}", key=key) from error
     # fully_shard takes every visible parameter of a module.
     with without_owned_parameters(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)
@@ -165,11 +165,14 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, ParameterInfo
     for name in placed(parameters, (), recipe.placement.rule):
         if not name.startswith(("layers.", "mtp_layers.")):
             raise RecipeError(
-                f"placement.rule: {name} cannot be owned: matrices are gathered from their owners layer by layer, and "
-                'it is in no layer. Use a narrower pattern, or put a rule with placement = "shard0" before'
+                f": {name} cannot be owned: matrices are gathered from their owners layer by layer, and "
+                'it is in no layer. Use a narrower pattern, or put a rule with placement = "shard0" before',
+                key="placement.rule",
             )
         if unread is not None and len(parameters[name].shape) == 3:
-            raise RecipeError(f'placement.rule: {name} cannot be owned with {unread}; set placement = "shard0" for it')
+            raise RecipeError(
+                f': {name} cannot be owned with {unread}; set placement = "shard0" for it', key="placement.rule"
+            )
 
 
 def _unread_stacks(recipe: Recipe) -> str | None:

@@ -88,18 +88,22 @@ def _check_heads(model: Any, degree: int) -> None:
     kv_heads = attention.n_heads if kv_heads is None else kv_heads
     if attention.n_heads % degree or kv_heads % degree:
         raise RecipeError(
-            f"parallelism.tensor_parallel_degree = {degree} must divide the model's {attention.n_heads} query heads "
-            f"and {kv_heads} key-value heads"
+            f"= {degree} must divide the model's {attention.n_heads} query heads and {kv_heads} key-value heads",
+            key="parallelism.tensor_parallel_degree",
         )
 
 
 def _check_experts(model: Any, degree: int) -> None:
     experts = {layer.moe.num_experts for layer in model.layers if layer.moe is not None}
     if degree > 1 and not experts:
-        raise RecipeError(f"parallelism.expert_parallel_degree = {degree}, but the model has no experts; set it to 1")
+        raise RecipeError(
+            f"= {degree}, but the model has no experts; set it to 1", key="parallelism.expert_parallel_degree"
+        )
     for number in sorted(experts):
         if number % degree:
-            raise RecipeError(f"parallelism.expert_parallel_degree = {degree} must divide the model's {number} experts")
+            raise RecipeError(
+                f"= {degree} must divide the model's {number} experts", key="parallelism.expert_parallel_degree"
+            )
 
 
 def _check_sequence(length: int, context_parallel: int) -> None:
@@ -107,6 +111,7 @@ def _check_sequence(length: int, context_parallel: int) -> None:
     unit = MASK_BLOCK * context_parallel
     if context_parallel > 1 and length % unit:
         raise RecipeError(
-            f"training.seq_len = {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
-            f"parallelism.context_parallel_degree = {context_parallel} ranks"
+            f"= {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
+            f"parallelism.context_parallel_degree = {context_parallel} ranks",
+            key="training.seq_len",
         )

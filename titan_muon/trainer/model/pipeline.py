@@ -35,15 +35,17 @@ def check_pipeline(model: Any, degrees: Parallelism) -> None:
         wrong = next((pair for pair in zip(named, expected, strict=False) if pair[0] != pair[1]), None)
         problem = f"it has {wrong[0]!r} in the place of {wrong[1]!r}" if wrong else f"it names {len(named)} modules"
         raise RecipeError(
-            f"parallelism.module_fqns_per_model_part must name the model's {len(expected)} modules once each and in "
-            f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {problem}"
+            f"must name the model's {len(expected)} modules once each and in "
+            f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {problem}",
+            key="parallelism.module_fqns_per_model_part",
         )
     ranks, single = degrees.pipeline_parallel_degree, issubclass(schedule, PipelineScheduleSingle)
     if len(parts) % ranks or (single and len(parts) != ranks):
         fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
         raise RecipeError(
-            f"parallelism.module_fqns_per_model_part has {len(parts)} parts; {degrees.pipeline_parallel_schedule} on "
-            f"parallelism.pipeline_parallel_degree = {ranks} takes {fit}"
+            f"has {len(parts)} parts; {degrees.pipeline_parallel_schedule} on "
+            f"parallelism.pipeline_parallel_degree = {ranks} takes {fit}",
+            key="parallelism.module_fqns_per_model_part",
         )
 
 
@@ -53,17 +55,17 @@ def _schedule(degrees: Parallelism) -> type:
     try:
         schedule: type = get_schedule_class(name)
     except ValueError as error:
-        raise RecipeError(f"{key} = {name!r}: {error}") from error
+        raise RecipeError(f"= {name!r}: {error}", key=key) from error
     if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
         # TorchTitan finds the rank with the loss by this spelling only.
-        raise RecipeError(f"{key} = {name!r}: write it 'ZBVZeroBubble'")
+        raise RecipeError(f"= {name!r}: write it 'ZBVZeroBubble'", key=key)
     if schedule is ScheduleDualPipeV:
         problem = "TorchTitan would report the loss of a rank that has none; use 'ZBVZeroBubble'"
-        raise RecipeError(f"{key} = {name!r}: {problem}")
+        raise RecipeError(f"= {name!r}: {problem}", key=key)
     if csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
-        raise RecipeError(f"{key} = {name!r} has no order of its own; name another, or a file in {key}_csv")
+        raise RecipeError(f"= {name!r} has no order of its own; name another, or a file in {key}_csv", key=key)
     if csv is not None and not os.path.isfile(csv):
-        raise RecipeError(f"{key}_csv = {csv!r} is not a file")
+        raise RecipeError(f"= {csv!r} is not a file", key=f"{key}_csv")
     return schedule
 
 

@@ -41,14 +41,18 @@ def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
     if section.mode == "off":
         return
     for number, layer in enumerate(model.layers):
-        attention, problem = layer.attention, f'qk_clip.mode = "{section.mode}" is not possible: layers.{number}'
+        attention, problem = layer.attention, f'= "{section.mode}" is not possible: layers.{number}'
         inner = type(getattr(attention, "inner_attention", None))
         if not isinstance(attention, GQAttention.Config | LatentAttention.Config) or inner not in OBSERVED:
-            raise RecipeError(f'{problem} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"')
+            raise RecipeError(
+                f'{problem} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"',
+                key="qk_clip.mode",
+            )
         if section.mode == "clip" and isinstance(attention, GQAttention.Config) and attention.qk_norm is not None:
             raise RecipeError(
                 f"{problem} normalizes queries and keys after their projections (qk-norm), so that scaling those "
-                'changes no logit, and the norms bound them already; set it to "log" or "off"'
+                'changes no logit, and the norms bound them already; set it to "log" or "off"',
+                key="qk_clip.mode",
             )
         config = attention.inner_attention
         options = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
@@ -100,9 +104,10 @@ def _thresholds(section: sections.QKClip, model: Decoder.Config) -> Mapping[str,
         matching = (count for name, count in counts.items() if fnmatchcase(name, rule.match))
         if index not in deciding or max(rule.heads, default=0) >= min(matching, default=0):
             raise RecipeError(
-                f"qk_clip.rule[{index}] (match = {rule.match!r}, heads = {list(rule.heads)}) names heads that do not "
+                f"[{index}] (match = {rule.match!r}, heads = {list(rule.heads)}) names heads that do not "
                 f"exist, or that rules before take: the layers are layers.0 to layers.{len(counts) - 1}, with "
-                f"{min(counts.values())} heads; correct the rule, move it up or remove it"
+                f"{min(counts.values())} heads; correct the rule, move it up or remove it",
+                key="qk_clip.rule",
             )
     return thresholds
 

@@ -27,7 +27,8 @@ def model_spec(
         family = registry.models.get(name)
     flavors = family.flavors()
     if flavor not in flavors:
-        raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors) + f" (of model.name = {name!r})")
+        unknown = registry.UnknownName("model.flavor", flavor, flavors)
+        raise RecipeError(f"{unknown.problem} (of model.name = {name!r})", key=unknown.key)
     spec: ModelSpec = family.build(flavor, vocab_size)
     use_attention(spec.model, attention, plans_for_host() if on_cpu is None else on_cpu)
     return spec
@@ -44,9 +45,10 @@ def check_modules(spec: "ModelSpec", name: str) -> None:
         _on_meta(spec).verify_module_protocol()
     except RuntimeError as error:
         raise RecipeError(
-            f"model.name = {name!r}: {error}. Build these modules by TorchTitan's classes, as "
+            f"= {name!r}: {error}. Build these modules by TorchTitan's classes, as "
             "torchtitan.models.common.linear.Linear.Config(in_features=..., out_features=...).build() instead of "
-            "torch.nn.Linear(...)"
+            "torch.nn.Linear(...)",
+            key="model.name",
         ) from error
 
 

@@ -134,13 +134,13 @@ def parse(argv: Sequence[str]) -> Command:
         given = options.config is not None
         _print_help(asked, load(options.config, overrides) if options.config else Recipe(), given=given)
     if options.config is None:
-        raise RecipeError("command line: --config FILE is missing; name a recipe, as in --config configs/NAME.toml.")
+        raise RecipeError("--config FILE is missing; name a recipe, as in --config configs/NAME.toml.", source=SOURCE)
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
     recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
     if not read_file(Path(options.config)):
-        raise RecipeError(f"{options.config}: the recipe has no key; write at least name and flavor under [model].")
+        raise RecipeError("the recipe has no key; write at least name and flavor under [model].", source=options.config)
     choices = alternatives(options.config, options.compare, overrides)
     typed = tuple(read_flags(overrides))
     return Command(recipe=recipe, alternatives=choices, typed=typed, **vars(options))
@@ -190,12 +190,12 @@ def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) ->
         names, _, listed = word.partition("=")
         values = listed.split(",")
         if not all(values):
-            raise RecipeError(f"command line: {word}: write KEY=VALUE,VALUE, as in placement.muon=owned,shard0.")
+            raise RecipeError(f"{word}: write KEY=VALUE,VALUE, as in placement.muon=owned,shard0.", source=SOURCE)
         for key in _keys(names):
             if key not in known:
                 raise unknown(SOURCE, key, listed, known)
             if key in fixed:
-                raise RecipeError(f"command line: {key} is set twice; leave out {word}, or the other values.")
+                raise RecipeError(f"{key} is set twice; leave out {word}, or the other values.", source=SOURCE)
             fixed.append(key)
         choices.append([(names, value) for value in values])
     return tuple(
@@ -228,15 +228,15 @@ def _check(options: Options) -> None:
     for option in fields(Options) if not options.dry_run else ():
         if option.name not in FOR_TRAINING and getattr(options, option.name) != option.default:
             flag = option.name.replace("_", "-")
-            raise RecipeError(f"command line: --{flag} is only for --dry-run; add --dry-run or leave it out.")
+            raise RecipeError(f"--{flag} is only for --dry-run; add --dry-run or leave it out.", source=SOURCE)
     printed = ("json", "full", "verbose")
     given = [name for name in printed if getattr(options, name) not in (None, False)]
     if options.compare and given:
-        raise RecipeError(f"command line: --compare prints a table only; leave out --{given[0]}.")
+        raise RecipeError(f"--compare prints a table only; leave out --{given[0]}.", source=SOURCE)
     if options.json is not None and not Path(options.json).absolute().parent.is_dir():
         folder = Path(options.json).parent
         raise RecipeError(
-            f"command line: --json {options.json}: there is no folder {folder}; make it, or name another file."
+            f"--json {options.json}: there is no folder {folder}; make it, or name another file.", source=SOURCE
         )
     if options.quiet and options.dry_run:
-        raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")
+        raise RecipeError("--quiet is for training; a dry run only prints. Leave one of them out.", source=SOURCE)

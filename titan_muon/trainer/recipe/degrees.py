@@ -45,12 +45,13 @@ def check_degrees(recipe: Recipe, world_size: int) -> None:
         if training.local_batch_size == -1:
             accepted = f"a multiple of the {ranks} data-parallel ranks."
         where = f"is not accepted on {plural(world_size, 'rank')}"
-        raise RecipeError(f"training.global_batch_size = {whole} {where}; it takes {accepted}")
+        raise RecipeError(f"= {whole} {where}; it takes {accepted}", key="training.global_batch_size")
     stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
     if stages > 1 and local % size:
         raise RecipeError(
-            f"parallelism.pipeline_parallel_microbatch_size = {size} is not accepted; it takes a divisor of the "
-            f"{local} sequences that a data-parallel rank has at a time."
+            f"= {size} is not accepted; it takes a divisor of the "
+            f"{local} sequences that a data-parallel rank has at a time.",
+            key="parallelism.pipeline_parallel_microbatch_size",
         )
 
 
@@ -63,8 +64,8 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
     if (ranks := shard * context * tensor) % expert:
         product = f"shard x context x tensor = {shard} x {context} x {tensor} = {ranks}"
         raise RecipeError(
-            f"parallelism.expert_parallel_degree = {expert} is not accepted on {plural(world_size, 'rank')}; it takes "
-            f"a divisor of {product}."
+            f"= {expert} is not accepted on {plural(world_size, 'rank')}; it takes a divisor of {product}.",
+            key="parallelism.expert_parallel_degree",
         )
     # The load balancer gives each context-parallel rank two chunks.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)

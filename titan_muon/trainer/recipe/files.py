@@ -1,14 +1,15 @@
 """Loads a recipe from defaults, bases, a file and the command line; writes a recipe as TOML."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from titan_muon.command import shipped
 from titan_muon.options import Expert
 from titan_muon.trainer.recipe.constraints import check
 from titan_muon.trainer.recipe.flags import read_flags
@@ -85,8 +86,23 @@ def _with_shorter_warmup(
     return replace(recipe, lr_scheduler=replace(schedule, warmup_steps=shorter))
 
 
+def import_models() -> None:
+    """Import this package's `models`, which register the families: beside the package, or within it in a wheel."""
+    if "models" not in sys.modules:
+        folder = shipped() / "models"
+        spec = spec_from_file_location("models", folder / "__init__.py", submodule_search_locations=[str(folder)])
+        assert spec is not None, "the package has its models"
+        assert spec.loader is not None, "a file has a loader"
+        sys.modules["models"] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["models"])
+
+
 def import_modules(recipe: Recipe) -> None:
-    """Import the modules of `imports`, also from the working directory. Raises RecipeError for a missing module."""
+    """Import `models` and the modules of `imports`, also from the working directory.
+
+    Raises RecipeError for a missing module.
+    """
+    import_models()
     for name in recipe.imports:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -96,7 +112,7 @@ def import_modules(recipe: Recipe) -> None:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             where = f"install it, or start in the folder of {name.partition('.')[0]}.py (now {os.getcwd()})"
-            raise RecipeError(f"imports: there is no module {name!r}; {where}") from error
+            raise RecipeError(f": there is no module {name!r}; {where}", key="imports") from error
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -135,8 +151,9 @@ def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeE
     """An error about a key, after the file or command line with the key; unchanged for a default."""
     sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
     sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
-    key = re.match(r"\w+(\.\w+)+", str(error))
-    return error if key is None or key[0] not in sources else RecipeError(f"{sources[key[0]]}: {error}")
+    # An item of a list has the source of the list.
+    source = sources.get(error.key.partition("[")[0])
+    return error if source is None or error.source else RecipeError(error.problem, key=error.key, source=source)
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,7 @@ def read_flags(arguments: Iterable[str]) -> dict[str, Entry]:
         elif words is None:
             hint = f" Name a recipe by --config {argument}." if argument.endswith(".toml") else ""
             problem = f"{argument!r} belongs to no flag; overrides are written --section.key value."
-            raise RecipeError(f"{SOURCE}: {problem}{hint}")
+            raise RecipeError(f"{problem}{hint}", source=SOURCE)
         else:
             words.append(argument)
     return {flag: Entry(Words(words), SOURCE) for flag, words in flags.items()}

@@ -169,7 +169,7 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
         problem = f"{len(words)} values ({' '.join(words)})" if words else "no value"
         bare = next((word for word in words if re.match(r"\w+\.\w+=", word)), None)
         hint = f" Write --{bare} for another key." if bare else ""
-        raise RecipeError(f"{source}: {key} is given {problem}; it takes {describe(kind)}.{hint}")
+        raise RecipeError(f"is given {problem}; it takes {describe(kind)}.{hint}", key=key, source=source)
     (word,) = words
     if kind is str or get_origin(kind) is Literal:
         return word
@@ -222,7 +222,7 @@ def _convert_free(value: Any, key: str, source: str) -> Any:
         return tuple(_convert_free(item, f"{key}[{index}]", source) for index, item in enumerate(value))
     if isinstance(value, dict) and key.endswith(".expert"):
         problem = "is of all matrices, and not of a rule; write its keys under [muon.expert]"
-        raise RecipeError(f"{source}: {key} = {_shown(value)} {problem}.")
+        raise RecipeError(f"= {_shown(value)} {problem}.", key=key, source=source)
     return convert(FREE_VALUE, value, key, source)
 
 
@@ -250,9 +250,9 @@ def refuse(source: str, key: str, value: object, accepted: str, choices: Sequenc
     choice = nearest(str(value[0] if isinstance(value, Words) else value), choices) if value else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""
     if isinstance(word := _word(value), str) and (gone := removed.VALUES.get((key, word))):
-        return RecipeError(f"{source}: {key} = {_shown(value)} {gone}.")
-    problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"
-    return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
+        return RecipeError(f"= {_shown(value)} {gone}.", key=key, source=source)
+    problem = "is missing" if value is None else f"= {_shown(value)} is not accepted"
+    return RecipeError(f"{problem}; it takes {accepted}.{hint}", key=key, source=source)
 
 
 def without_removed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -270,25 +270,25 @@ def unknown(source: str, key: str, value: object, known: Sequence[str]) -> Recip
     """Error for an unknown key, with a suggestion, or with the new line of a moved key."""
     table, _, _ = key.rpartition(".")
     if gone := removed.OPTIONS.get(key):
-        return RecipeError(f"{source}: {key} {gone.problem}.")
+        return RecipeError(f"{gone.problem}.", key=key, source=source)
     if key in removed.FLAGS and source == "command line":
-        return RecipeError(f"{source}: --{key.replace('_', '-')} {removed.FLAGS[key]}.")
+        return RecipeError(f"--{key.replace('_', '-')} {removed.FLAGS[key]}.", source=source)
     if MOVED.get(key) in known:
         new, _, leaf = MOVED[key].rpartition(".")
         setting = key if value == () else f"{key} = {_shown(value)}"
         # Another name may have other values.
         same = value != () and key.rpartition(".")[2] == leaf
         line = f"[{new}] {leaf} = {_shown(value) if same else '...'}"
-        return RecipeError(f"{source}: {setting} has moved; write {line} (flag --{MOVED[key]}).")
+        return RecipeError(f"{setting} has moved; write {line} (flag --{MOVED[key]}).", source=source)
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
     suggestion = _nearest_key(key, known, leaves, tables)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
     setting = key if value == () else f"{key} = {_shown(value)}"
     if table and leaves:
-        return RecipeError(f"{source}: unknown key {setting}.{hint} {table} takes {', '.join(leaves)}.")
+        return RecipeError(f"unknown key {setting}.{hint} {table} takes {', '.join(leaves)}.", source=source)
     noun = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
-    return RecipeError(f"{source}: unknown {noun}: {setting}.{hint} The tables are {', '.join(tables)}.")
+    return RecipeError(f"unknown {noun}: {setting}.{hint} The tables are {', '.join(tables)}.", source=source)
 
 
 def _nearest_key(key: str, known: Sequence[str], leaves: Sequence[str], tables: Sequence[str]) -> str | None:

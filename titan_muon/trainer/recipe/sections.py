@@ -91,11 +91,6 @@ class Data:
     num_workers: Annotated[int, NOT_NEGATIVE, MAY_CHANGE] = 0
     """For source `hf`: loader processes per rank; 0 loads between steps."""
 
-    prefetch_factor: Annotated[Count | None, MAY_CHANGE] = None  # Batches that a worker prefetches; absent: 2.
-    persistent_workers: Annotated[bool, MAY_CHANGE] = False  # Keep workers between epochs.
-    pin_memory: Annotated[bool, MAY_CHANGE] = False
-    """For source `hf`: pin batches, so that copies to the GPU do not block the host."""
-
     cache: Annotated[str, LOCAL_FOLDER, MAY_CHANGE] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""
 
@@ -180,14 +175,9 @@ class ActivationCheckpoint:
     """`selective`: keep matrix products and communication. `full`: block inputs. `memory_budget`: as many as fit."""
 
     memory_budget: Share = 0.5  # With `memory_budget`: from 0, as little as `full`, to 1, all; the compiler chooses.
-    visualize_memory_budget_pareto: bool = False  # Plot time against memory in the run's memory_budget_pareto; slow.
 
     force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
     """With `selective`: recompute products with the shapes of these modules."""
-
-    preserve_rng_state: bool = True  # Recompute with the same random numbers.
-    determinism_check: Literal["default", "none"] = "default"  # Compare shapes and dtypes of recomputed activations.
-    debug: bool = False  # Record the origin of activations; slow.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", "data.dataset_path": "hf"}
 """Value of `data.source` by a key that no other source reads."""
@@ -18,10 +20,19 @@ def without_password(text: str) -> str:
 
 
 class RecipeError(ValueError):
-    """A user's mistake in a recipe or on the command line. The text is a complete message, without passwords."""
+    """A user's mistake in a recipe or on the command line. The text is a complete message, without passwords.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(without_password(text))
+    `problem` includes the remedy, and follows the key. `source`: the file or command line with the key.
+    """
+
+    def __init__(self, problem: str, *, key: str = "", source: str = "") -> None:
+        self.problem, self.key, self.source = problem, key, source
+        named = f"{key}{'' if problem.startswith((':', '[')) else ' '}{problem}" if key else problem
+        super().__init__(without_password(f"{source}: {named}" if source else named))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would pass the whole text as the problem.
+        return partial(RecipeError, self.problem, key=self.key, source=self.source), ()
 
 
 @dataclass(frozen=True)
@@ -57,14 +68,14 @@ def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[dict[str, Entr
     """
     named = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in [link.resolve() for link in chain]:
-        raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")
+        raise RecipeError(f"the chain of bases is a cycle: {named}. Take one `base` out of it.", source=str(path))
     document = _parse(path, f" (chain of bases: {named})" if chain else "")
     base = document.pop("base", None)
     if base is None:
         return [with_data_source(_flatten(document, str(path)))]
     if not isinstance(base, str):
         accepted = "the path of one recipe as a string, relative to this file"
-        raise RecipeError(f"{path}: base = {value_text(base)} is not accepted; it takes {accepted}.")
+        raise RecipeError(f"= {value_text(base)} is not accepted; it takes {accepted}.", key="base", source=str(path))
     return [*read_layers(path.parent / base, (*chain, path)), with_data_source(_flatten(document, str(path)))]
 
 
@@ -83,12 +94,12 @@ def _parse(path: Path, context: str) -> dict[str, object]:
         recipes = {file.stem: file for folder in (Path("configs"), path.parent) for file in folder.glob("*.toml")}
         name = nearest(path.stem, list(recipes))
         hint = f" Did you mean {recipes[name]}?" if name else ""
-        raise RecipeError(f"{path}: no such file{context}.{hint}") from None
+        raise RecipeError(f"no such file{context}.{hint}", source=str(path)) from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}{context}.") from None
+        raise RecipeError(f"cannot be read: {error.strerror}{context}.", source=str(path)) from None
     # Also bytes outside of UTF-8, integers of more than 4,300 digits, and deeply nested values.
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path}: not valid TOML{context}: {error}.") from None
+        raise RecipeError(f"not valid TOML{context}: {error}.", source=str(path)) from None
 
 
 def _flatten(document: Mapping[str, object], source: str, table: str = "") -> dict[str, Entry]:

@@ -48,7 +48,6 @@ Share = Annotated[float, from_to(0, 1)]
 Text = Annotated[str, TEXT]
 Texts = Annotated[tuple[str, ...], list_of(TEXT)]
 InsideRun = Annotated[str, Constraint("a relative path inside the run's folder", _is_inside)]
-InsideDump = Annotated[str, Constraint("a relative path inside dump_folder", _is_inside)]
 PathFromRoot = Annotated[
     str, Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
 ]
@@ -74,14 +73,11 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of parameters, gradients and optimizer states.
     # auto: bfloat16, but float32 on a CPU without instructions for bfloat16.
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"  # FSDP's dtype of parameters in passes.
-    mixed_precision_reduce: Literal["float32"] = "float32"  # Dtype of FSDP's gradient reduction.
     enable_cpu_offload: Annotated[bool, MAY_CHANGE] = False
     """Keep parameters, gradients and optimizer states in host memory."""
 
     # TorchTitan's default fails with expert parallelism on GPUs.
     disable_cuda_graphs: bool = True  # No CUDA graphs (they exclude expert parallelism's standard all-to-all).
-    gc_freq: Annotated[Count, MAY_CHANGE] = 50  # Steps between garbage collections.
-    gc_debug: Annotated[bool, MAY_CHANGE] = False  # Collect garbage in every step and report cycles of tensors; slow.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +98,6 @@ class Parallelism:
     pipeline_parallel_schedule: Text = "1F1B"  # PyTorch's name of the pipeline schedule.
     pipeline_parallel_schedule_csv: Text | None = None  # File of the schedule PipelineScheduleMulti.
     pipeline_parallel_layers_per_stage: Count | None = None  # Absent: one stage per rank, two by some schedules.
-    pipeline_parallel_first_stage_less_layers: Natural = 1  # Weight of the embedding in the split, in layers.
-    pipeline_parallel_last_stage_less_layers: Natural = 1  # Weight of the head in the split, in layers.
 
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
     """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""
@@ -160,7 +154,6 @@ class Checkpoint:
     enable: bool = True  # Save checkpoints.
     folder: InsideRun = "checkpoint"  # Folder inside the run's folder.
     freq: Count = 500  # Steps between checkpoints; the last step, Ctrl-C and SIGTERM save too.
-    enable_first_step_checkpoint: bool = False  # Also save after the first step.
     load_only: bool = False  # Load checkpoints and never write.
 
     load: Text = "none"
@@ -188,7 +181,6 @@ class Metrics:
 
     log_freq: Count = 10  # Steps between log lines.
     enable_tensorboard: bool = True  # Write TensorBoard events.
-    save_tb_folder: InsideRun = "tb"  # Folder inside the run's folder.
     enable_wandb: bool = False  # Write to Weights & Biases.
     wandb_project: str = "titan-muon"  # Project of Weights & Biases.
     wandb_offline: bool = False  # Write to files beside the run, for `wandb sync`.
@@ -215,9 +207,7 @@ class Comm:
 
     init_timeout_seconds: Count = 300  # Until the end of the first step.
     train_timeout_seconds: Count = 100  # After the first step.
-    trace_buf_size: Natural = 0  # Entries of NCCL's flight recorder; 0: off.
-    save_traces_folder: InsideDump = "comm_traces"  # Folder inside dump_folder for the recorder's files of a hang.
-    save_traces_file_prefix: Annotated[str, FILE_NAME] = "rank_"  # Prefix of these files; the rank follows.
+    trace_buf_size: Natural = 0  # Entries of NCCL's flight recorder, for files in dump_folder/comm_traces; 0: off.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +216,6 @@ class Debug:
 
     seed: Natural = 0  # Seed of the model's initialisation.
     deterministic: bool = False  # Deterministic kernels, or an error.
-    deterministic_warn_only: bool = False  # With deterministic: warn instead.
     detect_anomaly: Annotated[bool, MAY_CHANGE] = False  # Name the forward operation in a failed backward; slow.
     moe_force_load_balance: bool = False  # Route tokens round robin, for speed measurements only.
     check_replicas_freq: Annotated[Natural, MAY_CHANGE] = 100
@@ -239,15 +228,8 @@ class Profiler:
 
     may_change = MAY_CHANGE
 
-    enable_profiling: bool = False  # Write traces.
-    save_traces_folder: InsideRun = "profile_traces"  # Folder inside the run's folder.
+    enable_profiling: bool = False  # Write traces into the run's profiling/traces.
     profile_freq: Count = 10  # Steps per trace: wait, profiler_warmup, profiler_active.
     profiler_active: Count = 1  # Steps in a trace.
     profiler_warmup: Natural = 3  # Warm-up steps before a trace.
-    profiler_repeat: Count | None = None  # Number of traces; absent: until the end of the run.
-    profiler_skip_first: Natural | None = None  # Steps before the first profile_freq steps.
-    profiler_skip_first_wait: Natural | None = None  # 1: start the first trace without waiting.
-    enable_memory_snapshot: bool = False  # Write memory snapshots; GPUs only.
-    memory_snapshot_freq: Count | None = None  # Steps between memory snapshots; absent: profile_freq.
-    save_memory_snapshot_folder: InsideRun = "memory_snapshots"  # Folder inside the run's folder.
-    memory_snapshot_max_entries: Count = 1_000_000  # Latest allocations in a snapshot.
+    enable_memory_snapshot: bool = False  # Write snapshots into the run's profiling/memory_snapshot; GPUs only.

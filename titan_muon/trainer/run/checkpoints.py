@@ -231,9 +231,10 @@ def differences(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]
             yield f"not in the checkpoint, so that the recipe's value counts: {takers[fqn]}.{entry} = {value}"
         elif stored is None and fqn in saved:
             raise RecipeError(
-                f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
+                f": {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
                 f"which has no {entry}. Restore the rules of the saved recipe, or set "
-                'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.'
+                'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.',
+                key="optimizer.rule",
             )
 
 
@@ -242,9 +243,10 @@ def check_data_ranks(loader: Any, saved: Collection[str]) -> None:
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
     if not isinstance(loader, PackedDataLoader) and ranks != loader.dp_world_size:
         raise RecipeError(
-            f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
+            f"= 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
             f"{loader.dp_world_size}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
-            'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
+            'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.',
+            key="data.source",
         )
 
 

@@ -182,9 +182,10 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
     model = recipe.model
     vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
     return RecipeError(
-        f"model.flavor = {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
+        f"= {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
         f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
-        f"lists the memory by purpose {refused}"
+        f"lists the memory by purpose {refused}",
+        key="model.flavor",
     )
 
 
@@ -193,8 +194,9 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
     steps = trainer.config.training.steps
     if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
         raise RecipeError(
-            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {steps} is done, and only a run that trains "
-            "exports. Leave out the key: titan-muon export writes a finished run's model."
+            f"= true: step {trainer.step} of {steps} is done, and only a run that trains "
+            "exports. Leave out the key: titan-muon export writes a finished run's model.",
+            key="checkpoint.last_save_in_hf",
         )
 
 

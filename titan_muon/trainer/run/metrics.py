@@ -133,13 +133,15 @@ class WandB(WandBLogger):
         try:
             import wandb
         except ImportError as error:
-            raise RecipeError("metrics.enable_wandb = true: run pip install wandb, or set it to false") from error
+            raise RecipeError(
+                "= true: run pip install wandb, or set it to false", key="metrics.enable_wandb"
+            ) from error
         try:
             super().__init__(str(folder), config_dict=config)
         except wandb.Error as error:
             problem = str(error).splitlines()[0]
             remedy = "Or set metrics.wandb_offline = true, or metrics.enable_wandb = false"
-            raise RecipeError(f"metrics.enable_wandb = true: {problem} {remedy}") from error
+            raise RecipeError(f"= true: {problem} {remedy}", key="metrics.enable_wandb") from error
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         super().log(dict(tagged(metrics)), step)

@@ -204,10 +204,12 @@ def _source(recipe: Recipe, runs: Path, typed: tuple[str, ...], flaws: Flaws) ->
     load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
     if load == "none":
         if step != -1:
-            raise RecipeError(f'checkpoint.load_step = {step} needs checkpoint.load = "latest" or a run\'s folder')
+            raise RecipeError(
+                f'= {step} needs checkpoint.load = "latest" or a run\'s folder', key="checkpoint.load_step"
+            )
         return None
     if not recipe.checkpoint.enable:
-        raise RecipeError(f"checkpoint.load = {load!r} needs checkpoint.enable = true")
+        raise RecipeError(f"= {load!r} needs checkpoint.enable = true", key="checkpoint.load")
     if load == "latest":
         return _latest_run(recipe, runs, typed, flaws)
     folder = Path(load).resolve()
@@ -215,12 +217,14 @@ def _source(recipe: Recipe, runs: Path, typed: tuple[str, ...], flaws: Flaws) ->
         try:
             folder = RunFolder.find(folder).path
         except RecipeError as error:
-            raise RecipeError(f"checkpoint.load = {load!r}: {error}") from error
+            raise RecipeError(f"= {load!r}: {error}", key="checkpoint.load") from error
     if not folder.is_dir():
-        raise RecipeError(f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder')
+        raise RecipeError(
+            f'= {load!r}: no such folder; it takes "none", "latest" or a run\'s folder', key="checkpoint.load"
+        )
     if (whole := _whole_step(recipe, folder, flaws)) is None:
         raise RecipeError(
-            f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"
+            f"= {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/", key="checkpoint.load"
         )
     return RunFolder(folder), whole
 
@@ -241,11 +245,11 @@ def _latest_run(recipe: Recipe, runs: Path, typed: tuple[str, ...], flaws: Flaws
         if (whole := _whole_step(recipe, run.path, flaws)) is None:
             continue
         if refusal is not None:
-            raise RecipeError(refusal)
+            raise refusal
         return run, whole
     step = recipe.checkpoint.load_step
     if step != -1:
-        raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
+        raise RecipeError(f"= {step}: no run in {runs} has a checkpoint of that step", key="checkpoint.load_step")
     # No error: a job submitted with `latest` has a first start too.
     name = run_name(recipe, typed) or "without typed keys"
     beside = f"; other runs in {runs}: {', '.join(others[:5])}" if others else ""
@@ -263,14 +267,16 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
         if recipe.checkpoint.load == "latest":
             return None
         saved, path = ", ".join(map(str, steps)) if steps else "none", checkpoints / f"step-{asked}"
-        raise RecipeError(f"checkpoint.load_step = {asked}: {path} does not exist; saved steps: {saved}")
+        raise RecipeError(f"= {asked}: {path} does not exist; saved steps: {saved}", key="checkpoint.load_step")
     # `agree` has named the flaws that it found.
     others = [step for step in steps if checkpoints / f"step-{step}" not in flaws]
     if asked == -1:
         return choose(checkpoints, others, flaw, print_on_rank0)
     path = checkpoints / f"step-{asked}"
     if (reason := flaws.get(path) or flaw(path)) is not None:
-        raise RecipeError(f"checkpoint.load_step = {asked}: {path} cannot be used: {reason}; choose another step")
+        raise RecipeError(
+            f"= {asked}: {path} cannot be used: {reason}; choose another step", key="checkpoint.load_step"
+        )
     return asked
 
 

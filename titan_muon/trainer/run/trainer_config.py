@@ -125,8 +125,9 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
         is_local = path is not None and not section.initial_load_in_hf and "://" not in path
         if path is not None and is_local and not Path(path, ".metadata").is_file():
             raise RecipeError(
-                f"checkpoint.initial_load_path = {path!r} has no .metadata, so it is no whole checkpoint; name a "
-                "folder such as RUN/checkpoint/step-100"
+                f"= {path!r} has no .metadata, so it is no whole checkpoint; name a "
+                "folder such as RUN/checkpoint/step-100",
+                key="checkpoint.initial_load_path",
             )
     return _same_keys(
         RunCheckpoints.Config,
@@ -156,7 +157,7 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
 def _folder(key: str, path: str | None, takes: str) -> str | None:
     """The path, if it is absent, a URL or a folder."""
     if path is not None and "://" not in path and not Path(path).is_dir():
-        raise RecipeError(f"{key} = {path!r}: no such folder; it takes {takes}")
+        raise RecipeError(f"= {path!r}: no such folder; it takes {takes}", key=key)
     return path
 
 
@@ -165,8 +166,9 @@ def _check_sequences(recipe: Recipe, model: Any) -> None:
     length, most = recipe.training.seq_len, getattr(model, "max_seq_len", None)
     if most is not None and length > most:
         raise RecipeError(
-            f"training.seq_len = {length} exceeds the {most} positions of model.flavor = {recipe.model.flavor!r}; "
-            f"set it to {most} or less, or choose another flavor"
+            f"= {length} exceeds the {most} positions of model.flavor = {recipe.model.flavor!r}; "
+            f"set it to {most} or less, or choose another flavor",
+            key="training.seq_len",
         )
 
 
@@ -175,7 +177,7 @@ def _check_backend(recipe: Recipe) -> None:
     if recipe.compile.enable and recipe.compile.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join([*torch.compiler.list_backends(), "eager", "aot_eager"])
         raise RecipeError(
-            f"compile.backend = {recipe.compile.backend!r}: torch.compile has no such backend; it has {known}"
+            f"= {recipe.compile.backend!r}: torch.compile has no such backend; it has {known}", key="compile.backend"
         )
 
 

@@ -1,6 +1,7 @@
 """Recipe files: accepted keys, combination of bases, and a single error for refused keys."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import pytest
@@ -215,9 +216,12 @@ def test_a_late_error_names_the_source_of_the_key(tmp_path: Path) -> None:
     file = write(tmp_path, 'base = "base.toml"\n[data]\nsource = "files"\nfiles = ["a"]\n')
     recipe = load(file, ["--muon.lr", "2e-3"])
     for key, source in (("optimizer.rule[0]", f"{base}: "), ("data.files", f"{file}: "), ("muon.lr", "command line: ")):
-        assert str(with_source(RecipeError(f"{key}: bad"), file, recipe)) == f"{source}{key}: bad"
-    for text in ("adamw.lr is a default", "Muon takes no parameter", "runs/a.b is no folder"):
-        assert str(with_source(RecipeError(text), file, recipe)) == text
+        error = with_source(RecipeError(": bad", key=key), file, recipe)
+        assert str(error) == f"{source}{key}: bad"
+        again = pickle.loads(pickle.dumps(error))
+        assert (str(again), again.key, again.source) == (str(error), key, error.source)
+    for key, text in (("adamw.lr", "is a default"), ("", "Muon takes no parameter"), ("", "muon.lr/a.b is no folder")):
+        assert str(with_source(RecipeError(text, key=key), file, recipe)) == f"{key} {text}".strip()
 
 
 @pytest.mark.parametrize("line", ["[muon]\nlr = -1.0", "[muon]\nlr = 'fast'"])
@@ -225,7 +229,7 @@ def test_the_command_line_may_replace_a_wrong_value_of_a_file(tmp_path: Path, li
     file = write(tmp_path, line)
     recipe = load(file, ["--muon.lr", "2e-3"])
     assert keys_of_the_command_line(file, recipe) == ("muon.lr",)
-    assert str(with_source(RecipeError("muon.lr: bad"), file, recipe)) == "command line: muon.lr: bad"
+    assert str(with_source(RecipeError(": bad", key="muon.lr"), file, recipe)) == "command line: muon.lr: bad"
     assert load(write(tmp_path, "[training]\nsteps = 0"), ["--training.steps", "10"]).training.steps == 10
 
 

@@ -210,7 +210,7 @@ def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None
     for fixed in ({"training__global_batch_size": 8}, {}):
         run = RunFolder(start(tiny.recipe(tmp_path, **fixed)).folder)
         refused = run.refusal(tiny.recipe(tmp_path, training__local_batch_size=4, **fixed))
-        assert refused is None if fixed else refused.startswith("training.local_batch_size = 4 differs")
+        assert refused is None if fixed else str(refused).startswith("training.local_batch_size = 4 differs")
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

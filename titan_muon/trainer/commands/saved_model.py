@@ -15,7 +15,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_spec import ModelSpec
 
-import models  # noqa: F401 (registers the families)
 from titan_muon.trainer.device import passes_dtype
 from titan_muon.trainer.model.attention import share_dense_mask
 from titan_muon.trainer.recipe import Recipe, RecipeError

@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.run_folder import LATEST, METRICS, PLACE, RunFolder
 
 SEEDS = frozenset({"debug.seed", "data.seed"})
@@ -22,10 +23,6 @@ LOSS_FIELDS = tuple(name for loss in LOSSES for name in (loss, f"seconds.{loss}"
 
 Series = dict[float, float]
 """A recorded quantity by step or tokens, in ascending order."""
-
-
-class RunError(ValueError):
-    """The input cannot be compared; the message names the input, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def read_series(run: RunFolder) -> dict[str, Series]:
     series: dict[str, Series] = {}
     records = run.records()
     if not records:
-        raise RunError(f"{run.path / METRICS}: no record; the run has not logged a step")
+        raise RecipeError(f"{run.path / METRICS}: no record; the run has not logged a step")
     for record in sorted(records, key=lambda record: record["step"]):
         numbers = flatten(record)
         if "seconds" in numbers:
@@ -176,21 +173,21 @@ def _leaf(key: str) -> str:
 def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
     """Read the runs `paths`, in order, with losses by `axis`. Runs that differ by seeds alone are averaged.
 
-    Raises RunError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
+    Raises RecipeError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """
     folders = [RunFolder.find(path).path for path in paths if not _is_no_run(path)]
     if len(folders) < 2:
-        raise RunError(f"a comparison takes two or more runs, not {len(folders)}")
+        raise RecipeError(f"a comparison takes two or more runs, not {len(folders)}")
     if repeated := [folder for folder in folders if [path.resolve() for path in folders].count(folder.resolve()) > 1]:
-        raise RunError(f"{repeated[0]}: the same run is given twice")
+        raise RecipeError(f"{repeated[0]}: the same run is given twice")
     settings: dict[str, list[RunRecord]] = {}
     for folder in folders:
         recipe, series = read_recipe(RunFolder(folder)), read_series(RunFolder(folder))
         if metric not in series:
-            raise RunError(f"{folder / METRICS}: `{metric}` was not recorded")
+            raise RecipeError(f"{folder / METRICS}: `{metric}` was not recorded")
         needed = metric if axis == "step" else axis
         if needed not in series:
-            raise RunError(f"{folder / METRICS}: `{axis}` was not recorded; compare with --x step")
+            raise RecipeError(f"{folder / METRICS}: `{axis}` was not recorded; compare with --x step")
         ranks = RunFolder(folder).world_size
         setting = repr([ranks, *(item for item in recipe.items() if item[0] not in PLACE | SEEDS)])
         run = RunRecord("", folder, recipe, series, tokens_per_step(series.get("tokens", {})), ranks)
@@ -202,7 +199,7 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
     labels = unique_labels([run.folder for run in runs], [run.recipe for run in runs])
     runs = [replace(run, label=labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
     if not common_steps(runs, metric):
-        raise RunError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
+        raise RecipeError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
     return runs
 
 

@@ -12,8 +12,8 @@
 - tail: time after the last Newton-Schulz, the most that the next forward could hide, also as a share of a training step
 with `TOKENS` tokens at `TRAINING_FLOPS`.
 
-    python scripts/plan_scale.py                                   # all models, all worlds: some minutes
-    python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
+    python -m benchmarks.plan_scale                                   # all models, all worlds: some minutes
+    python -m benchmarks.plan_scale --models qwen3_8b --ranks 64 128 --json plan_scale.json
 """
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ from typing import Annotated
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from bounds import least_flops, least_seconds, least_sent
-
 import models as families  # noqa: F401 (registers them)
+from benchmarks.bounds import least_flops, least_seconds, least_sent
 from titan_muon.options import Overlap
 from titan_muon.planner.machine import planning_machine
 from titan_muon.planner.summary import summarize
@@ -45,6 +41,7 @@ from titan_muon.trainer.dry_run.meta_model import build_meta_model
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import load
 
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
 RANKS = (8, 32, 64, 128, 256, 512, 1024)
 EXPERT_PARALLEL = {"qwen3_30b_a3b": (8, 8), "deepseek_v3": (8, 64), "kimi_k2": (8, 64)}
@@ -246,7 +243,7 @@ def main(
             numbers.append(plan_numbers(model, world, machine, expert_parallel, tensor_parallel, overlap, replicas))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
-        command = " ".join(["python scripts/plan_scale.py", *sys.argv[1:]])
+        command = " ".join(["python -m benchmarks.plan_scale", *sys.argv[1:]])
         document = {**origin(), "machine": f"{machine}, modelled", "command": command}
         document["rows"] = [asdict(n) for n in numbers]
         json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

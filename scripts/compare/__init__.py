@@ -1,1 +1,0 @@
-"""Reading and drawing for compare_runs.py."""

@@ -1,1 +1,0 @@
-"""Reading a saved model, for sample.py, evaluate.py and export.py."""

@@ -1,0 +1,22 @@
+"""Commands: train, compare, sweep, sample, evaluate and export, each a module with `main`."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from titan_muon.trainer.recipe import RecipeError
+
+INTERRUPTED = 130
+
+
+def start(name: str, arguments: Sequence[str]) -> int:
+    """Run the command `name`. Returns the exit code: 2 for a user's mistake, which is one line, and 130 for Ctrl-C."""
+    command = import_module(f"{__name__}.{name}")
+    try:
+        code: int = command.main(arguments)
+    except RecipeError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
