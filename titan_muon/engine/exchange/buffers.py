@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,13 +72,15 @@ def fragmentation(device: str, nbytes: int, environ: Mapping[str, str]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class BufferPiece:
-    """A piece of a matrix, see [Note: pieces], as a 2D view in a buffer."""
+class BufferPiece(NamedTuple):
+    """A piece of a matrix, see [Note: pieces], and its 2D view in a buffer.
+
+    `spans`: rectangles of the parameter. `view`: None for a piece that another rank packs.
+    """
 
     matrix: int
-    view: Tensor
     spans: tuple[Span, ...]
+    view: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
         targets = {piece.matrix: (piece,) for piece in stored}
     else:
         targets = _by_matrix(run, returning, buffer_set.leaving(run), buffer_set.home, rank)
-    packed = {piece.matrix: piece.view for piece in _pieces(gathering.home, buffer_set.home)}
+    home = _pieces(gathering.home, buffer_set.home)
+    packed = {piece.matrix: piece.view for piece in home if piece.view is not None}
     assert len(packed) == len(gathering.home), "a rank sends a piece to one owner"
     # A reduce-scatter sums results, so matrices of other owners need zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
@@ -159,7 +163,7 @@ def _by_matrix(
 
 def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...]:
     return tuple(
-        BufferPiece(p.matrix, buffer[p.offset : p.offset + p.piece.numel].view(p.piece.shape), spans(p.piece))
+        BufferPiece(p.matrix, spans(p.piece), buffer[p.offset : p.offset + p.piece.numel].view(p.piece.shape))
         for p in parcels
     )
 

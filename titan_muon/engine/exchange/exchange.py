@@ -188,7 +188,8 @@ class Exchange:
 
     def wait(self, index: int) -> None:
         with self.timer:
-            wait_all(self._pending.pop(index, ()))
+            for work in self._pending.pop(index, ()):
+                work.wait()
 
 
 def move(source: Tensor, target: Tensor, old: Sequence[int], new: Sequence[int]) -> None:

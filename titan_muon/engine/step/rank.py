@@ -47,10 +47,7 @@ class Rank:
     report: FaultReport
     agreement: Agreement
     options: MuonOptions
-
-    @property
-    def device(self) -> torch.device:
-        return self.buffers.device
+    device: torch.device
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return on_device(tensor, self.device)

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ..exchange.exchange import Exchange
 from ..faults.report import FaultReport
-from ..orthogonalize import NO_UPDATE, zero_nonfinite_
+from ..orthogonalize import NO_UPDATE, frobenius_norms, zero_nonfinite_
 from ..program.phases import Act
 from ..program.program import Program
 from .algorithm import Algorithm
@@ -76,7 +76,7 @@ class UpdateMask:
             batch.whole[place].zero_()
         if gradients.scaling is not None:
             batch.whole.masked_fill_(gradients.scaling.skipped, 0)
-        norms = batch.norms()
+        norms = frobenius_norms(batch.whole, batch.dtype)
         zero_nonfinite_(batch.whole, norms, batch.broken)
         for place in absent:
             norms[place] = NO_UPDATE
@@ -114,8 +114,10 @@ class MuonStep:
         algorithm, index = self.algorithm, views.index
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
         with trace_range("advance", index), self.fetched("gather"):
-            for call in with_gradients(views.gathers, gradients):
-                grads = call.grads(gradients)
+            for call in views.gathers if gradients.uniform else by_dtype(views.gathers, gradients):
+                # A gradient is released after its last call.
+                placed = [(gradients.grads[part.parameter], part.place) for part in call.parts]
+                grads = [grad if place is None else grad[place] for grad, place in placed]  # type: ignore[index, misc]
                 if gradients.inverse is not None:
                     grads = list(torch._foreach_mul(grads, gradients.inverse))
                 algorithm.before_gather(call, call.momentum, grads)
@@ -130,10 +132,12 @@ class MuonStep:
             if views.cleared is not None:
                 views.cleared.zero_()
             for assemble, batch, split in views.batches:
-                assemble.run()
+                if assemble.targets:
+                    torch._foreach_copy_(*assemble)
                 norms = self.mask.zero_(batch, gradients)
                 algorithm.update(batch, norms)
-                split.run()
+                if split.targets:
+                    torch._foreach_copy_(*split)
         with trace_range("send_back", index):
             self.exchange.return_results(index)
         # A bucket that waits for a forward does not keep the gradients.
@@ -175,14 +179,10 @@ class MuonStep:
         return UNTRACED if self.offload is None else self.offload.fetched(fetch)
 
 
-def with_gradients(calls: Sequence[MomentumCall], gradients: StepGradients) -> Iterable[MomentumCall]:
+def by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:
     """Calls by gradient dtype. Fills parts without a gradient with NaN, so that the owner makes a zero update."""
-    return calls if gradients.uniform else list(_by_dtype(calls, gradients))
-
-
-def _by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:
     for call in calls:
-        by_dtype = call.split(lambda part: gradients.dtype(part.parameter))
-        for view in by_dtype.pop(None).packed if None in by_dtype else ():
+        calls_of = call.split(lambda part: gradients.dtype(part.parameter))
+        for view in calls_of.pop(None).packed if None in calls_of else ():
             view.fill_(math.nan)
-        yield from by_dtype.values()
+        yield from calls_of.values()
