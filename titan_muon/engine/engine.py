@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from ..options import HYPERPARAMETERS, SHARED, MuonOptions
 from .exchange.agreement import Agreement, PlanReport, digest_of
-from .exchange.buffers import Buffers, fragmentation, wire_dtypes
-from .exchange.exchange import Collectives, Exchange
+from .exchange.exchange import Buffers, Collectives, Exchange, fragmentation, wire_dtypes
 from .faults.clip import Scaling
 from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .faults.report import FaultReport, Reported

@@ -25,7 +25,7 @@ from tests.unit.plans import (
     recut,
     torch_local,
 )
-from titan_muon.engine.exchange.buffers import BufferSet, bucket_buffers, make_buffer_sets
+from titan_muon.engine.exchange.exchange import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.engine.layout.intervals import Geometries, Span, spans
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.program.phases import Act

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..exchange.buffers import BufferPiece
+from ..exchange.exchange import BufferPiece
 from ..layout.intervals import Span
 from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
 from ..tensors.storage import Storage

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...options import MuonOptions
 from ..exchange.agreement import Agreement
-from ..exchange.buffers import Buffers
-from ..exchange.exchange import Exchange
+from ..exchange.exchange import Buffers, Exchange
 from ..faults.report import FaultReport
 from ..layout.types import Plan
 from ..orthogonalize import Dispatch, Iteration, Method

@@ -28,14 +28,14 @@ Fetch = Literal["gather", "update"]
 Bucket = Generator[None]
 """A bucket in a step, suspended while it is on the network."""
 
-UNTRACED: AbstractContextManager[object] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager[object]:
     """A range of a profiler's trace, such as "Muon.gather bucket 3", if a profiler records this thread."""
     # A private name: a record_function takes 9 us of the host without a profiler, and this call 0.05 us.
     if not torch.autograd._profiler_enabled():
-        return UNTRACED
+        return NOTHING
     return record_function(f"Muon.{stage}" if bucket is None else f"Muon.{stage} bucket {bucket}")
 
 
@@ -111,9 +111,9 @@ class MuonStep:
 
         A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing.
         """
-        algorithm, index = self.algorithm, views.index
+        algorithm, offload, index = self.algorithm, self.offload, views.index
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
-        with trace_range("advance", index), self.fetched("gather"):
+        with trace_range("advance", index), NOTHING if offload is None else offload.fetched("gather"):
             for call in views.gathers if gradients.uniform else by_dtype(views.gathers, gradients):
                 # A gradient is released after its last call.
                 placed = [(gradients.grads[part.parameter], part.place) for part in call.parts]
@@ -148,7 +148,7 @@ class MuonStep:
         with trace_range("apply", index):
             self.exchange.wait(index)
             updates = views.updates
-            with self.fetched("update"):
+            with NOTHING if offload is None else offload.fetched("update"):
                 for update in without_parameters(updates, excluded) if excluded else updates:
                     algorithm.after_return(update, update.params)
         # Act.APPLY: the generator ends.
@@ -174,9 +174,6 @@ class MuonStep:
                 bucket.close()
         for hook in reversed(self.hooks):
             hook.end()
-
-    def fetched(self, fetch: Fetch) -> AbstractContextManager[object]:
-        return UNTRACED if self.offload is None else self.offload.fetched(fetch)
 
 
 def by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:

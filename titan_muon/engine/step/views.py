@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ..exchange.buffers import BufferPiece, StepMemory
+from ..exchange.exchange import BufferPiece, StepMemory
 from ..faults.faults import Fault
 from ..faults.report import FlagList, Flags
 from ..layout.intervals import spans
