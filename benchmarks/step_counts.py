@@ -1,8 +1,8 @@
 """Files, functions and classes of this package that a step and `build()` run through, on 2 gloo ranks without options.
 
-`python -m benchmarks.step_counts` prints both counts, `--list` also what they count. The step is the second,
-because the first also builds. A class counts if one of its methods runs. Generator expressions, comprehensions and
-lambdas belong to their function.
+`build()` is counted also with planner = "rule". `python -m benchmarks.step_counts` prints the counts, `--list` also
+what they count. The step is the second, because the first also builds. A class counts if one of its methods runs.
+Generator expressions, comprehensions and lambdas belong to their function.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def run(rank: int, store: str, listed: bool) -> None:
         (f"layers.{i}.weight", torch.nn.Parameter(distribute_tensor(torch.randn(SHAPE), mesh, [Shard(0)])))
         for i in range(MATRICES)
     ]
+    by_rule = titan_muon.Muon(params, expert=titan_muon.Expert(planner="rule"))
+    ruled = counted(by_rule.build)
+    by_rule.close()
     optimizer = titan_muon.Muon(params)
     built, step = counted(optimizer.build), Counted(frozenset())
     for number in range(2):
@@ -82,6 +85,7 @@ def run(rank: int, store: str, listed: bool) -> None:
     if rank == 0:
         print(step.line("second step"))
         print(built.line("build()"))
+        print(ruled.line("build() by the rule"))
         for file, name in sorted(step.functions) if listed else ():
             print(f"  {file} {name}")
         for file in sorted({file for file, _ in built.functions}) if listed else ():

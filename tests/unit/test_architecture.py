@@ -257,8 +257,8 @@ def test_the_searches_find_collectives_and_circles() -> None:
     """Guards the tests against a moved folder."""
     assert len(list(called(PACKAGE / "engine/exchange/exchange.py", COLLECTIVES))) >= 5
     assert {"planner", "trainer", "engine", "owned"} <= {part(path) for path in files("titan_muon")}
-    buffers = imported_files(PACKAGE / "engine/exchange/buffers.py")
-    assert "titan_muon/engine/layout" in {folder_of(other) for other in buffers}
+    exchange = imported_files(PACKAGE / "engine/exchange/exchange.py")
+    assert "titan_muon/engine/layout" in {folder_of(other) for other in exchange}
     assert folder_of(PACKAGE / "trainer/torchtitan/compat.py") == "titan_muon/trainer/torchtitan"
     assert folder_of(PACKAGE / "trainer/run/job.py") == "titan_muon/trainer/run"
     assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -16,8 +17,7 @@ from torch.optim import Optimizer
 
 from ..options import HYPERPARAMETERS, SHARED, MuonOptions
 from .exchange.agreement import Agreement, PlanReport, digest_of
-from .exchange.buffers import Buffers, fragmentation, wire_dtypes
-from .exchange.exchange import Collectives, Exchange
+from .exchange.exchange import Buffers, Collectives, Exchange, fragmentation, wire_dtypes
 from .faults.clip import Scaling
 from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .faults.report import FaultReport, Reported
@@ -33,7 +33,7 @@ from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
 from .step.algorithm import Algorithm, PlanContext, work_of
 from .step.feature import FeaturesOf, LateUpdates, StepParts, check_plan
-from .step.gradients import StepGradients, checked_inputs, compared
+from .step.gradients import ITERATION_KEYS, StepGradients, checked_inputs
 from .step.muon import highest_rate
 from .step.rank import Rank, methods_of
 from .step.step import trace_range
@@ -228,6 +228,7 @@ def engine_of(
         FaultReport(names, {"muon": muon}, others, buffers.device, agreement, replicated_plain(plan)),
         agreement,
         options,
+        buffers.device,
     )
     if overlap is None:
         # Else the overlap of the engine before, because hooks in the model hold it.
@@ -256,7 +257,8 @@ class Engine:
 
     def __init__(self, rank: Rank, selected: Selection, states: MatrixStates, overlap: LateUpdates | None) -> None:
         self._algorithm, self.features_of, self.overlap = selected.algorithm, selected.features_of, overlap
-        self._iterations = compared(rank.params)
+        # Copies, because a list may change in place.
+        self._iterations = [deepcopy(tuple(map(param.group.get, ITERATION_KEYS))) for param in rank.params]
         self._make(rank, states, None)
 
     def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.exchange.buffers import StepMemory
+from ..engine.exchange.exchange import StepMemory
 from ..engine.program.phases import Act
 from ..engine.step.algorithm import PlanContext
 from ..engine.step.feature import Feature, StepParts

@@ -20,7 +20,7 @@ from ..muon import Muon
 from ..options import Machine
 from ..planner.machine import MachineRates, planning_machine
 from ..planner.ownership import OwnedTotals
-from ..planner.passes import passes_of
+from ..planner.planner import passes_of
 from ..planner.summary import Summary, summarize
 from ..planner.timeline import Timeline, timeline
 from ..selection import select

@@ -11,8 +11,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.plans import mesh_of, mixed_work, parameter_of
-from titan_muon.engine.exchange.buffers import BufferSet
-from titan_muon.engine.exchange.exchange import Collectives, Exchange, wait_all
+from titan_muon.engine.exchange.exchange import BufferSet, Collectives, Exchange, wait_all
 from titan_muon.engine.layout.types import Piece, Segment, Shard
 from titan_muon.engine.program.phases import Collective, gather_phase
 from titan_muon.engine.program.program import make_program

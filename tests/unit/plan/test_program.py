@@ -25,7 +25,7 @@ from tests.unit.plans import (
     recut,
     torch_local,
 )
-from titan_muon.engine.exchange.buffers import BufferSet, bucket_buffers, make_buffer_sets
+from titan_muon.engine.exchange.exchange import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.engine.layout.intervals import Geometries, Span, spans
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.program.phases import Act
@@ -206,11 +206,13 @@ class Rank:
             expected = whole(self.plan, self.full, matrix)
             result = torch.full_like(expected, torch.nan)
             for source in buffers.sources[matrix]:
+                assert source.view is not None
                 for span in source.spans:
                     result[span.whole].copy_(source.view[span.piece])
             assert torch.equal(result, expected), f"matrix {matrix} is not whole on rank {self.rank}"
             self.world.work[matrix, self.rank] += 1
             for target in buffers.targets[matrix]:
+                assert target.view is not None
                 for span in target.spans:
                     target.view[span.piece].copy_(orthogonalized(result)[span.whole])
         run = self.program.buckets[index]
@@ -225,6 +227,7 @@ class Rank:
         if run.returning is not None:
             yield from self._wait(self._key(index, RETURN if run.replica_gather is None else SPREAD))
         for piece in self.buffers[index].stored:
+            assert piece.view is not None
             self._update(piece.matrix, piece.spans, piece.view, packed=True)
 
     def _wait(self, collective: Key) -> Iterator[Key]:

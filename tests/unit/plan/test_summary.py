@@ -23,7 +23,7 @@ from tests.unit.plans import (
     plans,
     ranks_of,
 )
-from titan_muon.engine.exchange.buffers import make_buffer_sets, wire_dtypes
+from titan_muon.engine.exchange.exchange import make_buffer_sets, wire_dtypes
 from titan_muon.engine.layout.types import (
     Layout,
     Matrix,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, own
-from titan_muon.engine.exchange.buffers import fragmentation
+from titan_muon.engine.exchange.exchange import fragmentation
 from titan_muon.engine.layout.intervals import Geometries, Geometry
 from titan_muon.engine.layout.pieces import Pieces
 from titan_muon.engine.layout.work import CPU_CHUNK_BYTES, ElementKind, Elements
@@ -22,7 +22,7 @@ from titan_muon.engine.step.foreach import MomentumCall, Rectangle, UpdateCall
 from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.tensors.storage import check_devices, trained_params
 from titan_muon.options import MuonOptions, PlacementRule
-from titan_muon.planner.passes import passes_of
+from titan_muon.planner.planner import passes_of
 from titan_muon.planner.summary import summarize
 from titan_muon.planner.walk import Costs, PlanCost
 

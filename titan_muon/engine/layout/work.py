@@ -196,7 +196,3 @@ ROUNDING_BYTES = 12
 def chunk_bytes(device: str) -> int:
     """Limit for one tensor in a call. Larger tensors are cut into rows."""
     return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
-
-
-WIDE_BYTES = 4
-"""Bytes of an element in the arithmetic of the momentum."""

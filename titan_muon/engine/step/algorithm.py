@@ -130,7 +130,7 @@ class Algorithm:
 
     def orthogonalize(self, batch: Batch, norms: Tensor) -> None:
         """Replace U S Vᵀ by approximately U Vᵀ, in place."""
-        batch.orthogonalize(norms)
+        batch.iterate(batch.whole, norms=norms, out=batch.whole)
 
     def rescale(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Turn orthogonalized matrices into updates, in place, and update their states. Only called with states.

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..exchange.exchange import BufferPiece
 from ..layout.intervals import Span
 from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
 from ..tensors.storage import Storage
-from .gradients import StepGradients
 from .rank import Rank
-from .rounding import RoundedTogether, chunk_of, memory_bytes
+from .rounding import RoundedTogether, chunk_of, draw_key, memory_bytes
 
 ALIGNMENT = 64
 """Bytes, for different dtypes and vectorized kernels."""
@@ -98,11 +98,6 @@ class MomentumCall:
     momentum: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
-    def grads(self, gradients: StepGradients) -> list[Tensor]:
-        grads = [(gradients.grads[part.parameter], part.place) for part in self.parts]
-        # None of these is released before its last call.
-        return [grad if place is None else grad[place] for grad, place in grads]  # type: ignore[index, misc]
-
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, MomentumCall]:
         calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "momentum", "packed")
         for value in dict.fromkeys(kinds):
@@ -148,43 +143,21 @@ def without_parameters(calls: Iterable[UpdateCall], parameters: Collection[int])
             yield remaining
 
 
-@dataclass(frozen=True)
-class Copies:
+class Copies(NamedTuple):
     """Copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
 
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
-        listed = tuple(pairs)
-        return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
-    def run(self) -> None:
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
+def joined(pieces: Iterable[BufferPiece], kind: Callable[[int], Hashable]) -> list[BufferPiece]:
+    """The pieces, with neighbours in the rows of a parameter and in the buffer as one piece of the first matrix.
 
-
-class StoredPiece(NamedTuple):
-    """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
-
-    `out_in`: of the whole matrix. `key`: see [Note: draws].
+    `kind`: of a matrix. Only pieces of one kind are joined.
     """
-
-    matrix: int
-    parameter: int
-    out_in: tuple[int, int]
-    cols: int
-    key: int
-    spans: tuple[Span, ...]
-    view: Tensor | None
-
-
-def joined(pieces: Iterable[StoredPiece]) -> list[StoredPiece]:
-    """The pieces, with neighbours in the rows of a parameter and in the buffer as one piece of the first matrix."""
-    result: list[StoredPiece] = []
+    result: list[BufferPiece] = []
     for piece in pieces:
-        both = _both(result[-1], piece) if result else None
+        both = _both(result[-1], piece) if result and kind(result[-1].matrix) == kind(piece.matrix) else None
         if both is None:
             result.append(piece)
         else:
@@ -192,11 +165,9 @@ def joined(pieces: Iterable[StoredPiece]) -> list[StoredPiece]:
     return result
 
 
-def _both(first: StoredPiece, second: StoredPiece) -> StoredPiece | None:
+def _both(first: BufferPiece, second: BufferPiece) -> BufferPiece | None:
     """One piece of two, or None if they are no neighbours."""
-    # The factor on the learning rate depends on the shape.
-    alike = (first.parameter, first.out_in) == (second.parameter, second.out_in)
-    if not alike or len(first.spans) > 1 or len(second.spans) > 1:
+    if len(first.spans) > 1 or len(second.spans) > 1:
         return None
     (rows, cols), (next_rows, next_cols) = first.spans[0].local, second.spans[0].local
     if rows.step or next_rows.step or cols != next_cols or rows.stop != next_rows.start:
@@ -218,61 +189,47 @@ def _both(first: StoredPiece, second: StoredPiece) -> StoredPiece | None:
     return first._replace(spans=(span,), view=view)
 
 
-class Placed(NamedTuple):
-    """A rectangle of a piece, and its part of the piece's `view`. `first`: count of the first draw."""
-
-    part: Rectangle
-    view: Tensor | None
-    first: int
-    out_in: tuple[int, int]
-
-
-def momentum_calls(pieces: Iterable[StoredPiece], rank: Rank) -> tuple[MomentumCall, ...]:
+def momentum_calls(pieces: Iterable[BufferPiece], rank: Rank) -> tuple[MomentumCall, ...]:
     """The momentum calls of these pieces."""
-    numbers, device = group_numbers(rank), rank.device.type
+    numbers = group_numbers(rank)
     placed = [
-        (item, item.part.of_momentum(rank.storage[piece.parameter]))
+        (part, view, part.of_momentum(rank.storage[part.parameter]))
         for piece in pieces
-        for item in _rectangles(piece, rank.storage[piece.parameter], WIDE_BYTES, device)
+        for part, view, _ in _rectangles(piece, rank)
     ]
     calls = grouped(
         placed,
-        lambda item: (numbers[item[0].part.parameter], item[1].dtype, item[0].view is None),
-        call_bytes(device),
-        lambda item: WIDE_BYTES * item[1].numel(),
+        lambda item: (numbers[item[0].parameter], item[2].dtype, item[1] is None),
+        call_bytes(rank.device.type),
+        lambda item: WIDE_BYTES * item[2].numel(),
     )
     return tuple(
         MomentumCall(
-            rank.params[items[0][0].part.parameter].group,
-            tuple(item.part for item, _ in items),
-            tuple(momentum for _, momentum in items),
-            tuple(item.view for item, _ in items if item.view is not None),
+            rank.params[items[0][0].parameter].group,
+            tuple(part for part, _, _ in items),
+            tuple(momentum for _, _, momentum in items),
+            tuple(view for _, view, _ in items if view is not None),
         )
         for items in calls
     )
 
 
-def update_calls(pieces: Iterable[StoredPiece], rank: Rank, scratch: Tensor) -> tuple[UpdateCall, ...]:
+def update_calls(pieces: Iterable[BufferPiece], rank: Rank, scratch: Tensor) -> tuple[UpdateCall, ...]:
     """The update calls of these pieces. `scratch`: memory of all calls."""
-    numbers, device, storage = group_numbers(rank), rank.device.type, rank.storage
-    draws = [rank.rounds(parameter) for parameter in range(len(storage))]
+    numbers, out_in = group_numbers(rank), rank.plan.out_in
+    draws = [rank.rounds(parameter) for parameter in range(len(rank.storage))]
     placed = [
-        (item, item.part.of(storage[piece.parameter].param))
+        (part, view, part.of(rank.storage[part.parameter].param), first)
         for piece in pieces
-        for item in _rectangles(
-            piece,
-            storage[piece.parameter],
-            ROUNDING_BYTES if draws[piece.parameter] else storage[piece.parameter].param.element_size(),
-            device,
-        )
+        for part, view, first in _rectangles(piece, rank, draws=draws)
     ]
     calls = grouped(
         placed,
-        lambda item: (numbers[item[0].part.parameter], item[0].out_in, item[1].dtype),
-        call_bytes(device),
-        lambda item: memory_bytes(item[1]) if draws[item[0].part.parameter] else slot_bytes(item[1]),
+        lambda item: (numbers[item[0].parameter], out_in(item[0].matrix), item[2].dtype),
+        call_bytes(rank.device.type),
+        lambda item: memory_bytes(item[2]) if draws[item[0].parameter] else slot_bytes(item[2]),
     )
-    return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].part.parameter]) for items in calls)
+    return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].parameter]) for items in calls)
 
 
 def scratch_bytes(rank: Rank) -> int:
@@ -281,27 +238,38 @@ def scratch_bytes(rank: Rank) -> int:
     return max(call_bytes(rank.device.type), chunk_bytes(rank.device.type), *row_bytes)
 
 
-def _rectangles(piece: StoredPiece, storage: Storage, element_bytes: int, device: str) -> Iterator[Placed]:
-    """Cuts a piece into rectangles of at most `chunk_bytes`."""
+def _rectangles(
+    piece: BufferPiece, rank: Rank, draws: Sequence[bool] | None = None
+) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
+    """Cuts a piece into rectangles of at most `chunk_bytes`, each with its part of the view and its first draw.
+
+    `draws`: by parameter, whether an update rounds stochastically; None for a change of the momentum.
+    """
+    matrix = rank.plan.matrices[piece.matrix]
+    param, drawn = rank.storage[matrix.parameter].param, draws is not None and draws[matrix.parameter]
+    element_bytes = WIDE_BYTES if draws is None else ROUNDING_BYTES if drawn else param.element_size()
+    key = draw_key(rank.plan.parameters[matrix.parameter].fqn, matrix.index) if drawn else 0
     # Rectangles with the same rows get the same height.
-    most = max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
+    most = max(1, (chunk_bytes(rank.device.type) // element_bytes - ALIGNMENT) // max(1, param.size(1)))
     for span in piece.spans:
-        whole = rectangle_of(piece.parameter, span, storage.param)._replace(matrix=piece.matrix)
+        whole = rectangle_of(matrix.parameter, span, param)._replace(matrix=piece.matrix)
         view = None if piece.view is None else piece.view[span.piece]
-        first = piece.key + span.whole[0].start * piece.cols + span.whole[1].start
+        first = key + span.whole[0].start * matrix.cols + span.whole[1].start
         height, width = (side.stop - side.start for side in span.piece)
         for part, rows in whole.in_rows(height, most):
-            yield Placed(part, None if view is None else view[rows], first + (rows.start or 0) * width, piece.out_in)
+            yield part, None if view is None else view[rows], first + (rows.start or 0) * width
 
 
-def _update_call(rank: Rank, items: Sequence[tuple[Placed, Tensor]], scratch: Tensor, *, draws: bool) -> UpdateCall:
-    places, params = zip(*items, strict=True)
-    updates = tuple(place.view for place in places if place.view is not None)
+def _update_call(
+    rank: Rank, items: Sequence[tuple[Rectangle, Tensor | None, Tensor, int]], scratch: Tensor, *, draws: bool
+) -> UpdateCall:
+    parts, views, params, firsts = zip(*items, strict=True)
+    updates = tuple(view for view in views if view is not None)
     assert len(updates) == len(params), "every stored piece is returned"
-    parts, group = tuple(place.part for place in places), rank.params[places[0].part.parameter].group
-    call = UpdateCall(group, places[0].out_in, parts, params, updates, scratch.untyped_storage())
+    group, out_in = rank.params[parts[0].parameter].group, rank.plan.out_in(parts[0].matrix)
+    call = UpdateCall(group, out_in, parts, params, updates, scratch.untyped_storage())
     if draws:
-        chunk = chunk_of([param.shape for param in params], [place.first for place in places], scratch)
+        chunk = chunk_of([param.shape for param in params], firsts, scratch)
         return replace(call, scratch_bytes=chunk.memory.nbytes, chunk=chunk)
     dtype, update_dtype = params[0].dtype, updates[0].dtype
     # Wider updates need no conversion: the sum is rounded once.

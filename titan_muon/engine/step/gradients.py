@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,9 @@ from ..state.groups import iteration_changed
 from ..tensors.names import names_in
 from ..tensors.storage import Storage, TrainedParam
 from .rank import Rank
+
+ITERATION_KEYS = ("ns_coefficients", "ns_steps", "eps", "algorithm")
+"""The keys of a group that a plan fixes."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,6 @@ def check_first_gradients(params: Sequence[TrainedParam]) -> None:
         )
 
 
-def compared(params: Sequence[TrainedParam]) -> list[tuple[Any, ...]]:
-    """By parameter, the attributes of the group that a plan fixes. Copies, because a list may change in place."""
-    keys = ("ns_coefficients", "ns_steps", "eps", "algorithm")
-    return [deepcopy(tuple(trained.group.get(key) for key in keys)) for trained in params]
-
-
 def checked_inputs(
     rank: Rank,
     iterations: Sequence[tuple[Any, ...]],
@@ -87,7 +83,7 @@ def checked_inputs(
 ) -> tuple[list[Fault], list[Tensor | None], bool]:
     """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved.
 
-    `iterations`: `compared` when the step was planned. `names`: of these parameters.
+    `iterations`: by parameter, the values of `ITERATION_KEYS` when the step was planned. `names`: of these parameters.
     """
     current, moved = dict[str, Tensor](), False
     for group in groups:
@@ -100,8 +96,7 @@ def checked_inputs(
     for index, (trained, storage) in enumerate(zip(rank.params, rank.storage, strict=True)):
         if trained.group is not of_group:
             of_group = group = trained.group
-            now = group["ns_coefficients"], group["ns_steps"], group["eps"], group.get("algorithm")
-            as_planned = now == iterations[index]
+            as_planned = tuple(map(group.get, ITERATION_KEYS)) == iterations[index]
         momentum = state.get(trained.param, {}).get("momentum_buffer")
         if not (as_planned and _is_unchanged(trained, storage, current.get(trained.fqn), momentum)):
             in_place = storage.is_of(trained)

@@ -60,11 +60,19 @@ class MuonAlgorithm(Algorithm):
             call.memory.resize_(0)
 
     def add(self, params: Tensors, updates: Tensors, scratch: Tensors, *, call: UpdateCall) -> None:
+        """The update of `after_return`; the decay is decoupled and not scaled.
+
+        `scratch`, if not empty, takes the updates in the parameters' dtype.
+        """
         lr, decay = self.rates(call.group)
         if self.options.cautious:
             decay_cautiously(params, updates, lr * decay)
             decay = 0.0
-        add_update(params, updates, lr, self.factor(call), decay, scratch)
+        torch._foreach_mul_(params, 1 - lr * decay)
+        if scratch:
+            # On a GPU, operators on lists of mixed dtypes launch one kernel per tensor. Copies do not.
+            torch._foreach_copy_(scratch, updates)
+        add_scaled(params, scratch or updates, -lr * self.factor(call))
 
 
 def lr_factor(adjust_lr_fn: float | str | None, rows: int, cols: int) -> float:
@@ -132,25 +140,6 @@ def highest_rate(group: Mapping[str, Any]) -> float | Tensor | None:
     if isinstance(lr, Tensor) or isinstance(highest, Tensor) or "lr_scale" in group:
         return highest if explicit else None
     return highest if lr <= highest * (1 + RATE_ROUNDING) else None
-
-
-def add_update(
-    params: Tensors,
-    updates: Tensors,
-    lr: float | Tensor,
-    scale: float,
-    weight_decay: float | Tensor,
-    scratch: Tensors = (),
-) -> None:
-    """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
-
-    `scratch`, if not empty, takes the updates in the parameters' dtype.
-    """
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
-    if scratch:
-        # On a GPU, operators on lists of mixed dtypes launch one kernel per tensor. Copies do not.
-        torch._foreach_copy_(scratch, updates)
-    add_scaled(params, scratch or updates, -lr * scale)
 
 
 def add_scaled(params: Tensors, added: Tensors, factor: float | Tensor) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...options import MuonOptions
 from ..exchange.agreement import Agreement
-from ..exchange.buffers import Buffers
-from ..exchange.exchange import Exchange
+from ..exchange.exchange import Buffers, Exchange
 from ..faults.report import FaultReport
 from ..layout.types import Plan
 from ..orthogonalize import Dispatch, Iteration, Method
@@ -47,10 +46,7 @@ class Rank:
     report: FaultReport
     agreement: Agreement
     options: MuonOptions
-
-    @property
-    def device(self) -> torch.device:
-        return self.buffers.device
+    device: torch.device
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return on_device(tensor, self.device)

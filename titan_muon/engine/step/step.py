@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ..exchange.exchange import Exchange
 from ..faults.report import FaultReport
-from ..orthogonalize import NO_UPDATE, zero_nonfinite_
+from ..orthogonalize import NO_UPDATE, frobenius_norms, zero_nonfinite_
 from ..program.phases import Act
 from ..program.program import Program
 from .algorithm import Algorithm
@@ -28,14 +28,14 @@ Fetch = Literal["gather", "update"]
 Bucket = Generator[None]
 """A bucket in a step, suspended while it is on the network."""
 
-UNTRACED: AbstractContextManager[object] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager[object]:
     """A range of a profiler's trace, such as "Muon.gather bucket 3", if a profiler records this thread."""
     # A private name: a record_function takes 9 us of the host without a profiler, and this call 0.05 us.
     if not torch.autograd._profiler_enabled():
-        return UNTRACED
+        return NOTHING
     return record_function(f"Muon.{stage}" if bucket is None else f"Muon.{stage} bucket {bucket}")
 
 
@@ -76,7 +76,7 @@ class UpdateMask:
             batch.whole[place].zero_()
         if gradients.scaling is not None:
             batch.whole.masked_fill_(gradients.scaling.skipped, 0)
-        norms = batch.norms()
+        norms = frobenius_norms(batch.whole, batch.dtype)
         zero_nonfinite_(batch.whole, norms, batch.broken)
         for place in absent:
             norms[place] = NO_UPDATE
@@ -111,11 +111,13 @@ class MuonStep:
 
         A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing.
         """
-        algorithm, index = self.algorithm, views.index
+        algorithm, offload, index = self.algorithm, self.offload, views.index
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
-        with trace_range("advance", index), self.fetched("gather"):
-            for call in with_gradients(views.gathers, gradients):
-                grads = call.grads(gradients)
+        with trace_range("advance", index), NOTHING if offload is None else offload.fetched("gather"):
+            for call in views.gathers if gradients.uniform else by_dtype(views.gathers, gradients):
+                # A gradient is released after its last call.
+                placed = [(gradients.grads[part.parameter], part.place) for part in call.parts]
+                grads = [grad if place is None else grad[place] for grad, place in placed]  # type: ignore[index, misc]
                 if gradients.inverse is not None:
                     grads = list(torch._foreach_mul(grads, gradients.inverse))
                 algorithm.before_gather(call, call.momentum, grads)
@@ -130,10 +132,12 @@ class MuonStep:
             if views.cleared is not None:
                 views.cleared.zero_()
             for assemble, batch, split in views.batches:
-                assemble.run()
+                if assemble.targets:
+                    torch._foreach_copy_(*assemble)
                 norms = self.mask.zero_(batch, gradients)
                 algorithm.update(batch, norms)
-                split.run()
+                if split.targets:
+                    torch._foreach_copy_(*split)
         with trace_range("send_back", index):
             self.exchange.return_results(index)
         # A bucket that waits for a forward does not keep the gradients.
@@ -144,7 +148,7 @@ class MuonStep:
         with trace_range("apply", index):
             self.exchange.wait(index)
             updates = views.updates
-            with self.fetched("update"):
+            with NOTHING if offload is None else offload.fetched("update"):
                 for update in without_parameters(updates, excluded) if excluded else updates:
                     algorithm.after_return(update, update.params)
         # Act.APPLY: the generator ends.
@@ -171,18 +175,11 @@ class MuonStep:
         for hook in reversed(self.hooks):
             hook.end()
 
-    def fetched(self, fetch: Fetch) -> AbstractContextManager[object]:
-        return UNTRACED if self.offload is None else self.offload.fetched(fetch)
 
-
-def with_gradients(calls: Sequence[MomentumCall], gradients: StepGradients) -> Iterable[MomentumCall]:
+def by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:
     """Calls by gradient dtype. Fills parts without a gradient with NaN, so that the owner makes a zero update."""
-    return calls if gradients.uniform else list(_by_dtype(calls, gradients))
-
-
-def _by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:
     for call in calls:
-        by_dtype = call.split(lambda part: gradients.dtype(part.parameter))
-        for view in by_dtype.pop(None).packed if None in by_dtype else ():
+        calls_of = call.split(lambda part: gradients.dtype(part.parameter))
+        for view in calls_of.pop(None).packed if None in calls_of else ():
             view.fill_(math.nan)
-        yield from by_dtype.values()
+        yield from calls_of.values()

@@ -11,17 +11,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ..exchange.buffers import BucketBuffers, BufferPiece, StepMemory
+from ..exchange.exchange import BufferPiece, StepMemory
 from ..faults.faults import Fault
 from ..faults.report import FlagList, Flags
-from ..layout.intervals import Span, spans
-from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, prepared
+from ..layout.intervals import spans
+from ..orthogonalize import DTYPES, prepared
 from ..program.program import batches
 from ..state.matrix_states import MatrixStates
 from .foreach import (
     Copies,
     MomentumCall,
-    StoredPiece,
     UpdateCall,
     group_numbers,
     joined,
@@ -30,7 +29,6 @@ from .foreach import (
     update_calls,
 )
 from .rank import Rank
-from .rounding import draw_key
 
 NO_COPIES = Copies((), ())
 FEWER = 8
@@ -79,7 +77,8 @@ class Batch:
         parameters: (count,) parameter indices.
         broken: (count,) bool, flags of matrices that are not finite.
         place: of the first matrix among the rank's batches.
-        iterate: Newton-Schulz by `iteration` and `method`, as `orthogonalize.prepared`.
+        dtype: of the products of Newton-Schulz, and of the norms.
+        iterate: Newton-Schulz, from `orthogonalize.prepared`.
         parts: by parameter group, if the algorithm needs whole matrices or has states.
     """
 
@@ -88,17 +87,9 @@ class Batch:
     parameters: tuple[int, ...]
     broken: Tensor
     place: int
-    iteration: Iteration
-    method: Method
+    dtype: torch.dtype
     iterate: Callable[..., Tensor]
     parts: tuple[BatchPart, ...]
-
-    def norms(self) -> Tensor:
-        return frobenius_norms(self.whole, DTYPES[self.method.dtype])
-
-    def orthogonalize(self, norms: Tensor) -> None:
-        """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
-        self.iterate(self.whole, norms=norms, out=self.whole)
 
 
 @dataclass(frozen=True)
@@ -166,12 +157,12 @@ class _Builder:
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
         rank, dtype = self.rank, self.rank.buffers.dtypes[index]
         made = [self.batch(matrices, dtype) for matrices in run]
-        buffers, parameters = rank.buffers.buckets[index], rank.plan.parameters
+        buffers, parameters, planned = rank.buffers.buckets[index], rank.plan.parameters, rank.plan.matrices
         if buffers is None:
             # Local matrices are packed straight into the workspace.
             (batch,) = made
             stored = zip(rank.program.buckets[index].stored, batch.whole, strict=True)
-            pieces = [self.piece(parcel.matrix, spans(parcel.piece), view) for parcel, view in stored]
+            pieces = [BufferPiece(parcel.matrix, spans(parcel.piece), view) for parcel, view in stored]
             return BucketViews(
                 index,
                 momentum_calls(self.joined(pieces), rank),
@@ -180,18 +171,25 @@ class _Builder:
                 None,
                 self.releases[index],
             )
-        pieces = [self.piece(piece.matrix, piece.spans, piece.view) for piece in buffers.stored]
         packed = [
             piece._replace(view=view)
-            for piece in pieces
+            for piece in buffers.stored
             # Replicas that do not send still update their momentum, unless state = "owner".
-            if (view := buffers.packed.get(piece.matrix)) is not None or not parameters[piece.parameter].state_ranks
+            if (view := buffers.packed.get(piece.matrix)) is not None
+            or not parameters[planned[piece.matrix].parameter].state_ranks
         ]
         return BucketViews(
             index,
             momentum_calls(self.joined(packed), rank),
-            tuple((_assembling(batch, buffers), batch, _splitting(batch, buffers)) for batch in made),
-            update_calls(self.joined(pieces, draws=True), rank, self.scratch),
+            tuple(
+                (
+                    _copies(batch, buffers.sources, assembling=True),
+                    batch,
+                    _copies(batch, buffers.targets, assembling=False),
+                )
+                for batch in made
+            ),
+            update_calls(self.joined(buffers.stored, draws=True), rank, self.scratch),
             buffers.cleared,
             self.releases[index],
         )
@@ -209,8 +207,7 @@ class _Builder:
             tuple(parameters),
             self.flags.taken(parameters, Fault.NOT_FINITE),
             self.place,
-            iteration,
-            method,
+            DTYPES[method.dtype],
             prepared(iteration, method),
             tuple(self.parts(matrices, whole)),
         )
@@ -238,33 +235,28 @@ class _Builder:
         matrix = self.rank.plan.matrices[number]
         return crc32(self.rank.plan.parameters[matrix.parameter].fqn.encode()) + matrix.index
 
-    def piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
-        plan = self.rank.plan
-        matrix = plan.matrices[number]
-        fqn = plan.parameters[matrix.parameter].fqn
-        key = draw_key(fqn, matrix.index) if self.rank.rounds(matrix.parameter) else 0
-        return StoredPiece(number, matrix.parameter, plan.out_in(number), matrix.cols, key, places, view)
-
-    def joined(self, pieces: Sequence[StoredPiece], *, draws: bool = False) -> Sequence[StoredPiece]:
+    def joined(self, pieces: Sequence[BufferPiece], *, draws: bool = False) -> Sequence[BufferPiece]:
         """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
-        drawn = draws and any(self.rank.rounds(piece.parameter) for piece in pieces)
-        return pieces if drawn or self.rank.options.by_matrix else joined(pieces)
+        plan = self.rank.plan
+        drawn = draws and any(self.rank.rounds(plan.matrices[piece.matrix].parameter) for piece in pieces)
+        if drawn or self.rank.options.by_matrix:
+            return pieces
+        # The factor on the learning rate depends on the shape.
+        return joined(pieces, lambda matrix: (plan.matrices[matrix].parameter, plan.out_in(matrix)))
 
 
-def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """Gathered pieces into whole matrices."""
-    return Copies.of((whole, source) for source, whole in strided(_parts_of(batch, buffers.sources)))
-
-
-def _splitting(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """Orthogonalized matrices into the pieces to return."""
-    return Copies.of(strided(_parts_of(batch, buffers.targets)))
+def _copies(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]], *, assembling: bool) -> Copies:
+    """Gathered pieces into whole matrices, or orthogonalized matrices into the pieces to return."""
+    pairs = strided(_parts_of(batch, pieces))
+    parts, matrices = tuple(part for part, _ in pairs), tuple(whole for _, whole in pairs)
+    return Copies(matrices, parts) if assembling else Copies(parts, matrices)
 
 
 def _parts_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iterator[tuple[Tensor, Tensor]]:
     """The parts of the pieces of each matrix, and their places in the batch."""
     for place, matrix in enumerate(batch.matrices):
         for piece in pieces[matrix]:
+            assert piece.view is not None, "an owner has every piece of its matrices"
             for span in piece.spans:
                 yield piece.view[span.piece], batch.whole[place][span.whole]
 
