@@ -234,7 +234,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     # The two attributes of torch.optim.Optimizer are views of the parts, so that no copy can become stale.
 
-    @property
+    @property  # type: ignore[override]
     def state(self) -> PartStates:
         """State by parameter: a view of the states of all parts."""
         return PartStates(self.optimizers.values())
