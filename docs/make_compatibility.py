@@ -243,8 +243,9 @@ def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         if len(names) < 2 + len(needs):
             continue
         message = refusal(model, [*needs, first, second])
-        # If the needed setting alone is refused with the partner, that pair has a row already.
-        if not message or any(refusal(model, [need, s]) for need in needs for s in (first, second) if s not in needed):
+        # If needed settings are refused with each other or with the partner, that pair has a row already.
+        pairs = [*combinations(needs, 2), *((need, s) for need in needs for s in (first, second) if s not in needed)]
+        if not message or any(refusal(model, pair) for pair in pairs):
             continue
         subject, other = (first, second) if message.startswith(f"{first[0]} ") else (second, first)
         # The column of the other setting has the value.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .adamw import AdamW
 from .assignment.given_groups import optimizers_of_groups
 from .assignment.groups import OPTIMIZER, modules_of
-from .assignment.optimizer_set import OptimizerSet, build_optimizers
+from .assignment.optimizer_set import OptimizerSet, PartStates, build_optimizers
 from .assignment.roles import IsMuon
 from .assignment.rules import Assignment
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
@@ -148,7 +148,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         process_group: the ranks with this model, as in `Muon`.
 
     Attributes:
-        optimizers: by name, `"muon"` and `"adamw"`. They train the `state` and the groups of this optimizer.
+        optimizers: by name, `"muon"` and `"adamw"`. `state` and `param_groups` are views of theirs.
         assignments: the optimizer of each trained parameter, with the reason.
 
     A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
@@ -225,32 +225,32 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     def _begin(self, defaults: dict[str, Any]) -> None:
         """Make one optimizer of the parts."""
-        for name, optimizer in self.parts.optimizers.items():
-            for group in optimizer.param_groups:
-                group[OPTIMIZER] = name
         # Schedulers read `defaults`: Transformers' the rate, and OneCycleLR whether a momentum can cycle (`step`).
         super().__init__(self.param_groups, defaults)
         for part in self._muons:
             part.process_group = self.process_group
         self._share_report()
-        self._follow_parts()
+        self._remember_parameters()
 
-    # The two attributes of torch.optim.Optimizer are those of the parts, so that no copy can become stale.
+    # The two attributes of torch.optim.Optimizer are views of the parts, so that no copy can become stale.
 
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter: one dict, which all parts train."""
-        return self._state
+    @property  # type: ignore[override]
+    def state(self) -> PartStates:
+        """State by parameter: a view of the states of all parts."""
+        return PartStates(self.optimizers.values())
 
     @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._state = state
+    def state(self, state: Mapping[Tensor, Any]) -> None:
         for part in self.optimizers.values():
-            part.state = state
+            part.state = defaultdict(dict, {p: state[p] for p in _parameters(part) if p in state})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts."""
+        """The groups of all parts, each with the name of its optimizer."""
+        for name, part in self.optimizers.items():
+            for group in part.param_groups:
+                # A part may have loaded a state dict that was saved outside of a Hybrid.
+                group[OPTIMIZER] = name
         return [group for part in self.optimizers.values() for group in part.param_groups]
 
     @param_groups.setter
@@ -345,13 +345,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
                 parts[part] = {"state": states, "param_groups": groups}
         adamws = [part for part in parts if isinstance(part, AdamW)]
         others = [part for part in parts if not isinstance(part, Muon | AdamW)]
-        before = [
-            {
-                "state": {p: self.state[p] for p in _parameters(part) if p in self.state},
-                "param_groups": part.param_groups,
-            }
-            for part in others
-        ]
+        before = [{"state": part.state, "param_groups": part.param_groups} for part in others]
         try:
             agreement.together(lambda: [part.load_state_dict(parts[part]) for part in others])
             agreement.together(lambda: [adamw.checked_states(parts[adamw]) for adamw in adamws])
@@ -361,7 +355,6 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
             # Optimizers of other packages load at once, into new dicts and tensors.
             for part, old in zip(others, before, strict=True):
                 part.__setstate__(old)
-                self._share(part)
             raise
         for adamw in adamws:
             adamw.load_state_dict(parts[adamw])
@@ -389,33 +382,11 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "process_group": group_named(state.get("process_group"))})
-        self.state = next(iter(self.optimizers.values())).state
         self._share_report()
-        self._follow_parts()
+        self._remember_parameters()
 
-    def _follow_parts(self) -> None:
-        """Let the parts share `state` also after they save and load on their own, as torch replaces their dicts."""
-        for part in self.optimizers.values():
-            part.register_state_dict_pre_hook(self._with_own_state)
-            part.register_state_dict_post_hook(self._with_shared_state)
-            part.register_load_state_dict_post_hook(self._share)
+    def _remember_parameters(self) -> None:
         self._known = {name: weakref.ref(p) for name, p in named_parameters(self.param_groups)}
-
-    def _with_own_state(self, part: Optimizer) -> None:
-        part.state = defaultdict(dict, {p: self.state[p] for p in _parameters(part) if p in self.state})
-
-    def _with_shared_state(self, part: Optimizer, state_dict: dict[str, Any]) -> None:
-        part.state = self.state
-
-    def _share(self, part: Optimizer) -> None:
-        for name, optimizer in self.optimizers.items():
-            for group in optimizer.param_groups if optimizer is part else ():
-                group[OPTIMIZER] = name
-        if part.state is not self.state:
-            for parameter in _parameters(part):
-                self.state.pop(parameter, None)
-            self.state.update(part.state)
-            part.state = self.state
 
     def _follow(self) -> None:
         """Give the states of replaced parameters to their successors in the groups. Muon does so in `rebuild`.
@@ -427,13 +398,13 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
                 previous = self._known[fqn]()
                 if previous is parameter:
                     continue
-                if previous is not None and previous in self.state:
+                if previous is not None and previous in part.state:
                     if placement_key(previous) != placement_key(parameter):
                         raise ValueError(
                             f"{fqn}: resharded since its first step, and its state does not fit; build a new "
                             "optimizer, and load the state from a checkpoint of torch.distributed.checkpoint"
                         )
-                    self.state[parameter] = self.state.pop(previous)
+                    part.state[parameter] = part.state.pop(previous)
                 self._known[fqn] = weakref.ref(parameter)
 
 

@@ -38,7 +38,7 @@ from .engine.state.holder_states import followed, moved, moves, resolved, unchan
 from .engine.state.matrix_states import MatrixStates, with_matrix_states
 from .engine.state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
 from .engine.step.algorithm import PlanContext
-from .engine.step.feature import check_plan
+from .engine.step.feature import check_parts
 from .engine.step.gradients import StepGradients, check_first_gradients
 from .engine.tensors.dtensor import mesh_groups
 from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
@@ -347,8 +347,8 @@ class Muon(SkipsSteps, Optimizer):
         self.synchronize()
         rank, options = self.engine.rank, replace(self._options, offload=to)
         named = [(trained.fqn, trained.param) for trained in rank.params]
-        context = PlanContext(options, self.plan.parameters, self.plan, named, rank.iterations, rank.device.type)
-        check_plan(context, self._algorithm, self.engine.features_of)
+        context = PlanContext(options, self.plan.parameters, named, rank.device.type)
+        check_parts(context, self._algorithm, self.engine.features_of)
         self._options = options
         params = moved(rank.params, self.state, to)
         self.engine.rebuild(params, self._options)

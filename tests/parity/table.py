@@ -320,6 +320,7 @@ def algorithms() -> list[Row]:
         row("soap", layouts=(*MIXED, "fsdp x tp columns", "owned"), **SOAP),
         row("soap, 2 ranks", 2, (*TWO, "owned"), **SOAP),
         row("soap, redundant", options={"replicas": "redundant"}, **SOAP),
+        row("soap, all_gather", layouts=MIXED, options=GATHERED, **SOAP),
         row("soap, several buckets", options={"buffer_gib": 20_000 / 2**30}, proof="several buckets", **SOAP),
         row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,7 +150,10 @@ def shares_one_state(run: Run) -> bool:
     groups = [group for part in parts for group in part.param_groups]
     same_groups = all(mine is group for mine, group in zip(run.hybrid.param_groups, groups, strict=True))
     known = {parameter for group in groups for parameter in group["params"]}
-    return same_groups and all(part.state is run.hybrid.state for part in parts) and set(run.hybrid.state) <= known
+    same_states = all(run.hybrid.state[p] is values for part in parts for p, values in part.state.items())
+    names = [name for name, part in run.hybrid.optimizers.items() for _ in part.param_groups]
+    named = [group["optimizer"] for group in run.hybrid.param_groups] == names
+    return same_groups and same_states and named and set(run.hybrid.state) <= known
 
 
 def problems_of(run: Run, moment: str, event: Callable[[Run], None], shard: Any = None) -> list[str]:
@@ -217,6 +221,22 @@ def test_a_parameter_frozen_at_the_start_trains_after_it_is_thawed(name: str) ->
     train(run.model, run.hybrid, range(4, 6))
     assert not torch.equal(parameter, before)
     assert parameter in run.hybrid.state
+
+
+def test_a_write_to_the_state_reaches_the_part_of_the_parameter() -> None:
+    run = run_of()
+    parts = run.hybrid.optimizers
+    for name, part in ((MUON, "muon"), (ADAMW, "adamw")):
+        parameter, values = run.model.get_parameter(name), {"mine": torch.ones(1)}
+        assert parameter not in run.hybrid.state
+        run.hybrid.state[parameter] = values
+        assert parts[part].state[parameter] is run.hybrid.state[parameter] is values
+    assert [len(part.state) for part in parts.values()].count(1) == len(run.hybrid.state) == 2
+    run.hybrid.state = defaultdict(dict)
+    assert not run.hybrid.state
+    assert not any(part.state for part in parts.values())
+    with pytest.raises(KeyError):
+        run.hybrid.state[nn.Parameter(torch.ones(1))]
 
 
 def test_a_failed_load_of_another_packages_optimizer_changes_nothing() -> None:

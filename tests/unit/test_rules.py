@@ -162,7 +162,7 @@ def test_muon_and_normuon_in_one_muon_may_be_fused(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("titan_muon.kernels.fused.measured_choices", lambda device: Choices(fused=True))
         options = MuonOptions(fused="auto")
         assert with_fused(options, torch.device("cpu"), tensors, groups).fused is expected
-    with pytest.raises(OptionError, match="kernels for algorithm = 'muon' and 'normuon', and not for 'adamuon'"):
+    with pytest.raises(OptionError, match="no kernels for algorithm = 'adamuon', but for 'muon' and 'normuon'"):
         Muon(matrices(0, {}, {"algorithm": "adamuon"}), expert=Expert(fused=True)).build()
 
 

@@ -71,7 +71,6 @@ def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
         ({"offload": "state"}, "offload = 'state' does not fit algorithm = 'soap'"),
         ({"offload": "parameters"}, "CPUOffloadPolicy implies 'parameters'"),
         ({"state": "owner"}, "all states are on the owner already; set 'replicated'"),
-        ({"exchange": "all_gather"}, "exchange = 'all_gather' does not fit"),
         ({"momentum_warmup_steps": 3}, "momentum_warmup_steps = 3 does not fit"),
         ({"ns_kernel": "plain"}, "it has no Newton-Schulz; set 'auto'"),
         ({"ns_dtype": "float32"}, "ns_dtype = 'float32' does not fit"),

@@ -107,9 +107,6 @@ class Soap(MuonAlgorithm):
             value = getattr(options, name)
             if value != needed:
                 raise OptionError(name, f"= {value!r} does not fit algorithm = 'soap': {reason}; set {needed!r}")
-        if options.exchange == "all_gather":
-            problem = "every rank would keep the states of every matrix; set 'all_to_all'"
-            raise OptionError("exchange", f"= 'all_gather' does not fit algorithm = 'soap': {problem}")
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         if call.packed:

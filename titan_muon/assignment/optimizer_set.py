@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,34 @@ class OptimizerSet:
     optimizers: Mapping[str, Optimizer]
     order: tuple[str, ...]
     frozen: tuple[str, ...]
+
+
+class PartStates(Mapping[Tensor, Any]):
+    """A view of the states of several optimizers by parameter. Writes go to the optimizer of the parameter."""
+
+    def __init__(self, parts: Iterable[Optimizer]) -> None:
+        self._parts = tuple(parts)
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        return self._state_for(parameter)[parameter]
+
+    def __setitem__(self, parameter: Tensor, values: Any) -> None:
+        self._state_for(parameter)[parameter] = values
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in part.state for part in self._parts)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(part.state for part in self._parts)
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
+
+    def _state_for(self, parameter: Tensor) -> dict[Tensor, Any]:
+        for part in self._parts:
+            if parameter in part.state or any(parameter is p for group in part.param_groups for p in group["params"]):
+                return part.state
+        raise KeyError(parameter)
 
 
 def build_optimizers(

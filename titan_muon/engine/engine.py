@@ -32,7 +32,7 @@ from .state.groups import iteration_changed, iteration_of
 from .state.holder_states import kept_by
 from .state.matrix_states import MatrixStates
 from .step.algorithm import Algorithm, PlanContext, work_of
-from .step.feature import FeaturesOf, LateUpdates, StepParts, check_plan
+from .step.feature import FeaturesOf, LateUpdates, StepParts, check_parts, check_travels
 from .step.gradients import ITERATION_KEYS, StepGradients, checked_inputs
 from .step.muon import highest_rate
 from .step.rank import Rank, methods_of
@@ -109,6 +109,8 @@ def plan_step(
     options, algorithm, dispatch = selected.options, selected.algorithm, selected.dispatch
     iterations = tuple(map(iteration_of, groups))
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
+    context = PlanContext(options, parameters, named, dispatch.device)
+    check_parts(context, algorithm, selected.features_of)
     wire_bytes = [algorithm.for_parameter(number).wire_bytes for number in range(len(named))]
     works = work_of(iterations, dispatch, algorithm)
     plan = selected.planner(PlanRequest(parameters, works, options, elements_of(named, selected), kept))
@@ -116,8 +118,7 @@ def plan_step(
     if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
         note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
         plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
-    context = PlanContext(options, parameters, plan, named, iterations, dispatch.device)
-    check_plan(context, algorithm, selected.features_of)
+    check_travels(context, plan)
     return plan
 
 

@@ -42,10 +42,8 @@ BUFFER_SETS = 3
 
 
 def plan_by_rule(request: PlanRequest) -> Plan:
-    """The plan by [Note: the rule]. Raises OptionError for options that need a search."""
+    """The plan by [Note: the rule]. Raises OptionError for a small `buffer_gib`."""
     options, geometries = request.options, Geometries(request.parameters)
-    if options.state != "replicated":
-        raise OptionError("state", f"= {options.state!r} needs planner = 'search', which balances its memory")
     matrices, works = matrices_of(request.parameters, geometries, request.work_of)
     local, tasks, groups, load = tasks_of(request.parameters, geometries, matrices, works, options)
     pieces, exchange = Pieces(matrices, geometries), str(options.exchange)

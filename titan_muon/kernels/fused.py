@@ -217,7 +217,7 @@ class FusedFeature(Feature):
         """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
         options, device = context.options, context.device
         if not has_kernels(algorithm_of(options)):
-            problem = f"= True has kernels for algorithm = 'muon' and 'normuon', and not for {options.algorithm!r}"
+            problem = f"= True has no kernels for algorithm = {options.algorithm!r}, but for 'muon' and 'normuon'"
             raise OptionError("fused", f"{problem}; set False")
         # A dry run may plan for GPUs that this machine lacks.
         if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):

@@ -25,34 +25,17 @@ from ..engine.layout.types import Matrix, Parameter, Plan, Replicate
 from ..engine.layout.work import WorkOf
 from ..engine.planning import Groups, OwnerOf, Task, by_group, tasks_of
 from ..engine.program.patterns import PATTERNS, Pattern
-from ..options import MuonOptions, OptionError
+from ..options import MuonOptions
 from .walk import Costs
 
 BYTES_OVER_MEAN = 1.3
 """Most bytes of a rank, relative to the mean."""
 
 
-def check_state(options: MuonOptions) -> None:
-    """Raise OptionError if the options need the momentum of every replica."""
-    if options.state == "replicated":
-        return
-    if options.exchange != "all_to_all":
-        fault = f"exchange = {options.exchange!r} needs the momentum of every replica; choose 'all_to_all'"
-    elif options.replicas == "redundant":
-        fault = f"replicas = {options.replicas!r} needs the momentum of every replica; choose 'split'"
-    else:
-        return
-    raise OptionError("state", f"= 'owner': {fault}, or state = 'replicated'")
-
-
 def with_state_ranks(
     parameters: Sequence[Parameter], options: MuonOptions, work_of: WorkOf, kept: Mapping[str, Ranks]
 ) -> list[Parameter]:
-    """Parameters with state ranks, balanced by FLOPs and elements; `kept`: present ranks by name, which cannot move.
-
-    Raises OptionError like `check_state`.
-    """
-    check_state(options)
+    """Parameters with state ranks, balanced by FLOPs and elements; `kept`: present ranks by name, which cannot move."""
     if options.state == "replicated":
         return list(parameters)
     geometries = Geometries(parameters)

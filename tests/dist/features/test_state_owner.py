@@ -84,9 +84,10 @@ def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused()
     [
         ({"exchange": "all_gather_reduce_scatter"}, r"state = 'owner': exchange = .* or state = 'replicated'"),
         ({"replicas": "redundant"}, r"state = 'owner': replicas = .* or state = 'replicated'"),
+        ({"planner": "rule"}, "state = 'owner' needs planner = 'search'"),
     ],
 )
-def test_options_that_need_several_momenta_are_refused(options: dict[str, Any], fault: str) -> None:
+def test_options_that_do_not_fit_a_momentum_on_its_owner_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(OptionError, match=fault):
         Muon([("w", Parameter(drawn("wide", 0)))], **muon_keywords(state="owner", **options)).build()
 

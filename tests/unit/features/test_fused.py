@@ -355,7 +355,11 @@ def test_a_table_has_each_element_once_and_hints_that_hold() -> None:
 def refusals() -> Iterator[Any]:
     yield pytest.param({}, r"^fused = True needs Triton, which does not run on cpu; install", id="cpu")
     for rule in ("adamuon", "muonh", "soap"):
-        yield pytest.param({"algorithm": rule, "weight_decay": 0.0}, rf"not for '{rule}'; set False", id=rule)
+        yield pytest.param(
+            {"algorithm": rule, "weight_decay": 0.0},
+            rf"no kernels for algorithm = '{rule}', but for 'muon' and 'normuon'; set False",
+            id=rule,
+        )
 
 
 @pytest.mark.parametrize(("options", "message"), list(refusals()))

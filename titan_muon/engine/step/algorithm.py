@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from ...options import MuonOptions
-from ..layout.types import Parameter, Plan
+from ..layout.types import Parameter
 from ..layout.work import Work, WorkOf
 from ..orthogonalize import Dispatch, Iteration
 from ..state.matrix_states import StateSpec
+from ..tensors.process_groups import without_groups
 
 if TYPE_CHECKING:
     from .foreach import MomentumCall, UpdateCall
@@ -27,25 +28,25 @@ WEIGHT_NORM = "weight_norm"
 
 @dataclass(frozen=True)
 class PlanContext:
-    """A plan before its first step, equal on all ranks.
+    """The parameters of a plan and their options, before the plan is made. Equal on all ranks.
 
     Attributes:
-        parameters: before replicas share the momentum.
-        named: (name, parameter) in the plan's order, perhaps on the meta device.
-        iterations: by parameter.
+        parameters, named: in the plan's order; `named` has (name, parameter), perhaps on the meta device.
         device: type of the device that runs the step.
     """
 
     options: MuonOptions
     parameters: Sequence[Parameter]
-    plan: Plan
     named: Sequence[tuple[str, Tensor]]
-    iterations: Sequence[Iteration]
     device: str
+
+    def owned(self) -> list[str]:
+        """The names of owned parameters."""
+        return [fqn for fqn, tensor in self.named if without_groups(tensor)]
 
     def part(self, algorithm: str | tuple[str, ...], numbers: Sequence[int]) -> PlanContext:
         """The context of some parameters with one algorithm."""
-        by_parameter = ("parameters", "named", "iterations")
+        by_parameter = ("parameters", "named")
         chosen: Any = {name: [getattr(self, name)[number] for number in numbers] for name in by_parameter}
         return replace(self, options=replace(self.options, algorithm=algorithm), **chosen)
 
@@ -103,7 +104,7 @@ class Algorithm:
         """Raise OptionError for hyperparameters that the algorithm cannot use."""
 
     def check(self, context: PlanContext) -> None:
-        """Raise OptionError for options or a plan that the algorithm cannot use."""
+        """Raise OptionError for options or parameters that the algorithm cannot use."""
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         """Update the momentum in place, and write the owner's input to `call.packed`.

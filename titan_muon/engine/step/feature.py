@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...options import MuonOptions, OptionError
+from ..layout.types import Plan
 from ..state.matrix_states import MatrixStates
-from ..tensors.process_groups import without_groups
 from .algorithm import Algorithm, PlanContext
 from .rank import Rank
 from .step import Hook, MuonStep, Offload, Overlap, UpdateMask
@@ -37,7 +37,7 @@ class Feature:
     """
 
     def check(self, context: PlanContext) -> None:
-        """Raise OptionError for options, parameters or a plan that the feature cannot use."""
+        """Raise OptionError for options or parameters that the feature cannot use."""
 
     def overlap(self) -> LateUpdates | None:
         """What ends the late buckets of a step, once for an optimizer. None: the step."""
@@ -82,31 +82,39 @@ class StepParts:
         self.step = MuonStep(rank.program, self.views, rank.exchange, rank.report, *seams)
 
 
-def check_plan(context: PlanContext, algorithm: Algorithm, features_of: FeaturesOf) -> None:
-    """Raise OptionError if an algorithm or a feature cannot run a plan. Equal on all ranks."""
+def check_parts(context: PlanContext, algorithm: Algorithm, features_of: FeaturesOf) -> None:
+    """Raise OptionError if options, features or an algorithm cannot train the parameters. Equal on all ranks."""
     parts: dict[Algorithm, list[int]] = {}
     for number in range(len(context.named)):
         parts.setdefault(algorithm.for_parameter(number), []).append(number)
     for part, numbers in parts.items():
         own = context.part(part.options.algorithm, numbers)
-        checks = [feature.check for feature in features_of(own.options, part)]
-        for check in (*checks, _check_owned, part.check):
+        features = (feature.check for feature in features_of(own.options, part))
+        for check in (_check_state, *features, part.check):
             check(own)
-    _check_travels(context)
 
 
-def _check_owned(context: PlanContext) -> None:
-    """Raise OptionError for `state = "owner"` with an owned parameter."""
-    for fqn, tensor in context.named if context.options.state == "owner" else ():
-        if without_groups(tensor):
-            problem = f"{fqn} is owned, and its momentum is on its owner alone already"
-            raise OptionError("state", f'= "owner": {problem}; set "replicated"')
+def _check_state(context: PlanContext) -> None:
+    """Raise OptionError for `state = "owner"` if the momentum cannot be on the owner alone, or is there already."""
+    options = context.options
+    if options.state == "replicated":
+        return
+    if owned := context.owned():
+        problem = f"{owned[0]} is owned, and its momentum is on its owner alone already"
+        raise OptionError("state", f'= "owner": {problem}; set "replicated"')
+    for name, needed in (("exchange", "all_to_all"), ("replicas", "split")):
+        value = getattr(options, name)
+        if value not in (needed, "auto"):
+            problem = f"{name} = {value!r} needs the momentum of every replica; choose {needed!r}"
+            raise OptionError("state", f"= 'owner': {problem}, or state = 'replicated'")
+    if options.planner == "rule":
+        raise OptionError("state", "= 'owner' needs planner = 'search', which balances its memory")
 
 
-def _check_travels(context: PlanContext) -> None:
+def check_travels(context: PlanContext, plan: Plan) -> None:
     """Raise OptionError for options of the exchange if owned parameters leave nothing to exchange."""
-    owned = [fqn for fqn, tensor in context.named if without_groups(tensor)]
-    for name in ("overlap", "exchange") if owned and not context.plan.buckets else ():
+    owned = context.owned()
+    for name in ("overlap", "exchange") if owned and not plan.buckets else ():
         value, default = getattr(context.options, name), getattr(MuonOptions(), name)
         if value != default:
             raise OptionError(
