@@ -1,4 +1,4 @@
-"""Writes the tree of docs/architecture.md: a line for each file, from the files' docstrings.
+"""Writes the tree of docs/architecture.md: a line for each folder, and for each file of FILES, from the docstrings.
 
     python docs/make_architecture.py
 
@@ -12,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-FOLDERS = ("titan_muon", "models", "scripts", "benchmarks")
+FOLDERS = ("titan_muon", "models", "scripts")
+FILES = ("titan_muon", "engine", "planner", "features", "algorithms", "kernels")
+"""Folders with a line for each file: those through which a gradient or a plan goes."""
 BEGIN, END = "<!-- tree: written by docs/make_architecture.py -->", "<!-- end of tree -->"
 
 
@@ -26,7 +28,8 @@ def summary(file: Path) -> str:
 
 def lines(folder: Path, depth: int = 0) -> list[str]:
     """A folder with its contents: first its own files, then its folders."""
-    own = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
+    shown = folder.name in FILES or folder.parent.name in FILES[1:]
+    own = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py" and shown)
     inner = sorted(file.parent for file in folder.glob("*/__init__.py"))
     init = folder / "__init__.py"
     sentence = summary(init) if init.exists() else "commands that a user runs"

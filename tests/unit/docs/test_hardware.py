@@ -61,7 +61,7 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.setattr(importlib.util, "find_spec", lambda module: None if module in missing else found("torch"))
         system.setattr(fused, "find_spec", importlib.util.find_spec)
         system.delenv("TRITON_INTERPRET", raising=False)
-        recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon" / "titan" / "__init__.py")))
+        recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon" / "trainer" / "__init__.py")))
         context: Any = SimpleNamespace(options=MuonOptions(fused=True), device=kind, named=())
         fused_errors = refusal(lambda: fused.FusedFeature().check(context))
     works = {"CPU": "works", "NVIDIA 9.0 (Hopper)": "one GPU"}.get(name, "untested")

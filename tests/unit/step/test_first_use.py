@@ -213,7 +213,7 @@ def refuse(*_: Any, **__: Any) -> None:
             "all_gather",
             r"^exchange holds for all parameters of a Muon; pass expert=Expert\(exchange=\.\.\.\) to Muon",
         ),
-        ("use_muon", False, r"^use_muon = False marks .* titan_muon\.adam\.AdamW, .* titan_muon\.Hybrid"),
+        ("use_muon", False, r"^use_muon = False marks .* titan_muon\.adamw\.AdamW, .* titan_muon\.Hybrid"),
     ],
 )
 def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any, fault: str) -> None:
