@@ -178,7 +178,6 @@ def test_a_wrong_command_line_names_the_remedy(words: str, says: str, capsys: py
 
 
 def test_the_four_calls_have_their_parts_and_a_rehearsal_trains_at_one_rate() -> None:
-    """And no call can take longer than eight minutes."""
     assert [len(parts_of(call, "cuda")) for call in (1, 2, 3, 4)] == [4, 2, 1, 9]
     assert [len(parts_of(call, "cpu")) for call in (1, 2, 3, 4)] == [4, 2, 1, 3]
 
