@@ -48,7 +48,7 @@ LONG ?= 10
 # An interpreter with a PyTorch that fits the GPU's driver; by default the first of these with any.
 PYTHON_GPU ?= $(firstword $(foreach name,$(PYTHON) $(BIN)/python $(NEWEST)/bin/python,$(shell $(name) -c 'import torch' 2> /dev/null && echo $(name))))
 CALL ?=
-DEVICE ?= auto
+DEVICE ?= cuda
 # What an image with PyTorch often lacks, and the Python of that image.
 WHEELS := .cache/wheels
 WHEEL_NAMES := torchtitan|datasets|tyro|multiprocess|spmd_types|dill|torchdata|docstring_parser|typeguard|einops|tokenizers
@@ -145,11 +145,13 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 	touch $@
 
 gpu:
-	$(PYTHON_GPU) -m benchmarks.gpu --call $(CALL) --device $(DEVICE) $(ARGS)
+	$(if $(wildcard $(WHEELS)/*.whl),$(PYTHON_GPU) -m pip install -q --no-index --no-deps --upgrade --target $(WHEELS)/site $(WHEELS)/*.whl)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(WHEELS)/site:$(CURDIR)/$(WHEELS)/dion:$$PYTHONPATH OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 \
+		PYTORCH_ALLOC_CONF=expandable_segments:True $(PYTHON_GPU) -m benchmarks.gpu $(addprefix --call ,$(CALL)) --device $(DEVICE) $(ARGS)
 
 # dion is on no index: put a copy of its repository into .cache/wheels/dion.
 gpu-wheels:
-	rm -f $(WHEELS)/*.whl
+	rm -rf $(WHEELS)/*.whl $(WHEELS)/site
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(WHEEL_PYTHON) \
 		$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
 		--dest $(WHEELS) $$(grep -E '^($(WHEEL_NAMES))==' constraints.txt) $(PEERS)

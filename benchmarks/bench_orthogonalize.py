@@ -325,8 +325,6 @@ class Arguments:
     """MODEL:WORLD:RANK: time only the matrices of that rank in the plan of configs/MODEL_muon.toml."""
     json: Path | None = None
     """File for the figures."""
-    picture: Path | None = None
-    """File for a picture."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -336,9 +334,8 @@ class Arguments:
         parts = (self.share or "x:1:0").split(":")
         if len(parts) != 3 or not all(part.isdecimal() for part in parts[1:]) or int(parts[2]) >= int(parts[1]):
             raise SystemExit(f"--share {self.share}: write MODEL:WORLD:RANK, with RANK below WORLD")
-        for name, file in (("json", self.json), ("picture", self.picture)):
-            if file is not None and not file.parent.is_dir():
-                raise SystemExit(f"--{name} {file}: there is no folder {file.parent}")
+        if self.json is not None and not self.json.parent.is_dir():
+            raise SystemExit(f"--json {self.json}: there is no folder {self.json.parent}")
 
 
 def machine(bench: Bench) -> dict[str, object]:
@@ -372,10 +369,6 @@ def main(arguments: Arguments) -> None:
     if arguments.json is not None:
         document = {**machine(bench), "rows": [asdict(r) for r in rows], "errors": [asdict(e) for e in wrong]}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if arguments.picture is not None:
-        from benchmarks.orthogonalize_picture import draw_picture
-
-        draw_picture(rows, wrong, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,12 @@ them equally.
 
 import json
 import os
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -32,7 +28,6 @@ from torch.utils.flop_counter import FlopCounterMode
 # A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import step_page
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.contenders import INITIAL, MODELS, Builder, Model, Parameters, Steps, contenders, sharded
 from benchmarks.memory_use import allocated, kept
@@ -265,24 +260,14 @@ class Arguments:
     """Timed steps of each optimizer."""
     json: Path | None = None
     """File to write the figures to."""
-    page: Path | None = None
-    """Markdown file for the table, with a picture beside it."""
 
     def __post_init__(self) -> None:
         for name in ("nproc", "repeats"):
             if getattr(self, name) < 1:
                 raise SystemExit(f"--{name} must be at least 1")
         check_device(self.device, self.nproc)
-        for name in ("json", "page"):
-            file = getattr(self, name)
-            if file is not None and not file.parent.is_dir():
-                raise SystemExit(f"--{name} {file}: there is no folder {file.parent}")
-
-
-def commit() -> str:
-    """The checked-out commit."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+        if self.json is not None and not self.json.parent.is_dir():
+            raise SystemExit(f"--json {self.json}: there is no folder {self.json.parent}")
 
 
 def main(arguments: Arguments) -> None:
@@ -296,21 +281,10 @@ def main(arguments: Arguments) -> None:
         figures = json.loads(Path(folder, "rows").read_text())
     rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in figures]
     print(f"{arguments.model}, {arguments.nproc} ranks, medians of {arguments.repeats} steps\n\n{table(rows)}")
-    shape = {"model": arguments.model, "nproc": arguments.nproc, "repeats": arguments.repeats}
     if arguments.json is not None:
-        settings = {**shape, "device": arguments.device}
+        names = ("model", "nproc", "repeats", "device")
+        settings = {name: getattr(arguments, name) for name in names}
         arguments.json.write_text(json.dumps({**settings, "rows": figures}, indent=1) + "\n")
-    if arguments.page is not None:
-        cpus = f"{platform.machine()}, {os.cpu_count()} CPU cores"
-        command = shlex.join(["python", "benchmarks/bench_step.py", *sys.argv[1:]])
-        facts = {
-            "command": command,
-            "date": date.today(),
-            "torch": torch.__version__,
-            "commit": commit(),
-            "machine": cpus,
-        }
-        step_page.write(arguments.page, figures, table(rows), **facts, **shape)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The slowest rank of each row's modelled step steps, at full size without memory.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -155,10 +156,12 @@ def main(
     """Count, row by row. `only`: a model's name. `json_file`: a line for each row; rows that it has are kept."""
     lines = [] if json_file is None or not json_file.exists() else json_file.read_text(encoding="utf-8").splitlines()
     known = [json.loads(line)["row"] for line in lines]
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
     for row in (row for file in files for row in rows_of(file) if only in row.model):
         if asdict(row) in known:
             continue
-        line = json.dumps({"row": asdict(row), **asdict(counted(row))})
+        line = json.dumps({"row": asdict(row), **asdict(counted(row)), "commit": commit})
         print(line, flush=True)
         if json_file is not None:
             with json_file.open("a", encoding="utf-8") as report:

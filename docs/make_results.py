@@ -37,6 +37,7 @@ HOST_COLUMNS = (
     "ranks",
     "overlap",
     "replicas",
+    "commit",
     "rank",
     "launches",
     "tensors in lists",
@@ -102,7 +103,7 @@ def launches() -> str:
         count = json.loads(line)
         row, host = count["row"], (LAUNCH_US * count["launches"] + ENTRY_US * count["entries"]) / 1e3
         step = steps[tuple(row[key] for key in KEYS)]
-        counts = f"{count.get('rank', '?')} | {count['launches']:,} | {count['entries']:,}"
+        counts = f"{count['commit']} | {count['rank']} | {count['launches']:,} | {count['entries']:,}"
         numbers = f"{counts} | {host:.1f} | {step:,.1f} | {host / step:.2f}"
         layout = f"{row['replicas']}"
         lines.append(f"| {row['model']} | {row['ranks']:,} | {row['overlap']} | {layout} | {numbers} |")

@@ -1,6 +1,6 @@
 """Runs one of four calls for one GPU, and writes the page of their rows: `make gpu CALL=1`.
 
-    python -m benchmarks.gpu --call 1 --device cuda          # rows in build/gpu/rows.jsonl, or below OUT
+    python -m benchmarks.gpu --call 1                        # rows in build/gpu/rows.jsonl, or below OUT
     python -m benchmarks.gpu --page build/gpu/rows.jsonl     # adds rows to docs/results, and writes the page anew
 
 A part of a call is a process of its own, so that a part that crashes or hangs costs only itself. A row is on the disk
@@ -27,22 +27,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ROOT, Rows, read_rows
+from benchmarks.gpu import ROOT, Rows, publish, read_rows
 from benchmarks.processes import run_within
 
 SECONDS = 440
 """Of a call. The end of a part can take 20 s more, so that a call ends within 8 minutes."""
 LEAST_SECONDS = 5
 """Shortest rest of a call in which a part starts."""
-TRAVELLING = ROOT / ".cache/wheels"
-"""Wheels, as `make gpu-wheels` collects them, and the folder `dion`."""
 PACKAGES = ("torchtitan", "triton", "gram-newton-schulz", "quack-kernels", "emerging-optimizers")
 PARITY_RANKS, PARITY_SECONDS, REHEARSED_ROWS = 4, 20.0, 8
-RATES = ("2e-3", "1e-3", "4e-3")
+RATES = {"cuda": ("2e-3", "1e-3", "4e-3"), "cpu": ("2e-3",)}
 """Learning rates of the trainings, the likeliest best one first, because time may run out."""
 CONFIG = ROOT / "benchmarks/gpu/llama_42m.toml"
 RANK, PEERS = "benchmarks.one_gpu.one_rank.measure", "benchmarks.gpu.peers.compare"
-TRAIN = "benchmarks.gpu.__main__.train"
 KEPT = ("step", "tokens", "seconds", "loss", "val_loss", "tokens_per_second", "memory_gib", "time")
 """Columns of a record of train.py."""
 CORPUS = str(Path(torch.__file__).parent / "**/*.py")
@@ -127,34 +124,34 @@ def recipe_of(folder: Path, rate: str, way: str) -> Path:
     return recipe
 
 
-CALLS: Mapping[int, tuple[Part, ...]] = {
-    1: (
-        Part("launches", 60, "benchmarks.one_gpu.launches.calibrate"),
-        Part("rank qwen3_8b", 90, RANK, ("qwen3_8b",)),
-        Part("rank qwen3_30b_a3b", 110, RANK, ("qwen3_30b_a3b",)),
-        Part("rank kimi_k2", 200, RANK, ("kimi_k2",)),
-    ),
-    2: (
-        Part("peers, Qwen3-1.7B", 290, PEERS, ("Qwen3-1.7B",)),
-        Part("peers, 128 experts", 150, PEERS, ("128 experts",)),
-    ),
-    3: (Part("parity", 300, "benchmarks.gpu.__main__.parity"),),
-    4: tuple(Part(f"{way}, {rate}", 120, TRAIN, (rate, way)) for rate in RATES for way in WAYS),
-}
+def parts_of(call: int, device: str) -> list[Part]:
+    """The parts of a call in order."""
+    if call == 1:
+        ranks = {"qwen3_8b": 90, "qwen3_30b_a3b": 110, "kimi_k2": 200}
+        named = [Part(f"rank {world}", seconds, RANK, (world,)) for world, seconds in ranks.items()]
+        return [Part("launches", 60, "benchmarks.gpu.launches.calibrate"), *named]
+    if call == 2:
+        seconds = {"Qwen3-1.7B": 290, "128 experts": 150}
+        return [Part(f"peers, {name}", most, PEERS, (name,)) for name, most in seconds.items()]
+    if call == 3:
+        return [Part("parity", 300, "benchmarks.gpu.__main__.parity")]
+    train = "benchmarks.gpu.__main__.train"
+    return [Part(f"{way}, {rate}", 120, train, (rate, way)) for rate in RATES[device] for way in WAYS]
 
 
-def environment(device: str, folder: str) -> dict[str, Any]:
-    """Date, GPU, driver, versions and commit of a call. `folder`: of the packages that travelled."""
-    found = {item.name: item.version for item in distributions(path=[*sys.path, folder])}
-    packages = {name: found.get(name, "none") for name in PACKAGES}
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "none"
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else "none"
+def environment(device: str) -> dict[str, Any]:
+    """Date, GPU, driver, versions and commit of a call."""
     changed = "+changes" if output("git", "status", "--porcelain", "--untracked-files=no") else ""
     return {
-        "date": time.strftime("%Y-%m-%d %H:%M"), "gpu": gpu, "driver": driver, "torch": torch.__version__,
-        "cuda": torch.version.cuda, "python": platform.python_version(),
-        "commit": output("git", "rev-parse", "HEAD")[:8] + changed, "packages": packages,
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": output("git", "rev-parse", "HEAD")[:8] + changed,
+        "packages": {item.name: item.version for item in distributions() if item.name in PACKAGES},
+    }
 
 
 def output(*command: str) -> str:
@@ -165,49 +162,25 @@ def output(*command: str) -> str:
         return ""
 
 
-def device_of(choice: str) -> str:
-    """The device of a choice. Raises ValueError if PyTorch cannot use this machine's GPU."""
-    if choice == "auto" and not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
-        raise ValueError(
-            f"this machine has a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) finds none; take a "
-            "PyTorch that fits the driver (PYTHON_GPU=), or rehearse with DEVICE=cpu"
-        )
-    return choice if choice != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def imports(folder: Path) -> dict[str, str]:
-    """Environment of the parts: this project, what travelled with it, and one thread on the CPU."""
-    paths = [str(ROOT), str(folder), str(TRAVELLING / "dion"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    wheels = sorted(map(str, TRAVELLING.glob("*.whl")))
-    if wheels:
-        options = ("-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder))
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=False)
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 def run_call(rows: Rows, options: argparse.Namespace) -> int:
     """Run the parts of a call in order. Returns 0 unless a part ended with an error."""
     end, failed = time.monotonic() + options.seconds, False
-    with tempfile.TemporaryDirectory(prefix="titan-muon-gpu-", ignore_cleanup_errors=True) as work:
-        variables = imports(Path(work))
-        rows.write(part="environment", **environment(options.device, work))
-        for part in CALLS[options.call]:
-            most = min(part.seconds, int(end - time.monotonic()))
-            if most < LEAST_SECONDS:
-                rows.write(part=part.name, error="no time left in this call")
-                continue
-            words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --seconds {most}".split()
-            command = (sys.executable, *words, "--part", part.name, "--out", str(options.out))
-            log, begin = Path(work) / "log", time.monotonic()
-            # A part ends by itself where it can, with the rows that it has.
-            code = run_within(most + 5, command, log, ROOT, variables)
-            problem = (
-                {} if code == 0 else {"error": f"did not end in {most} s" if code is None else f"exit code {code}"}
-            )
-            told = {"log": log.read_text(encoding="utf-8", errors="replace")[-1500:]} if problem else {}
-            failed = failed or bool(problem)
-            rows.write(part=part.name, seconds=time.monotonic() - begin, **problem, **told)
+    rows.write(part="environment", **environment(options.device))
+    for part in parts_of(options.call, options.device):
+        most = min(part.seconds, int(end - time.monotonic()))
+        if most < LEAST_SECONDS:
+            rows.write(part=part.name, error="no time left in this call")
+            continue
+        words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --seconds {most}".split()
+        command = (sys.executable, *words, "--part", part.name, "--out", str(options.out))
+        log, begin = options.out / "log", time.monotonic()
+        # A part ends by itself where it can, with the rows that it has.
+        code = run_within(most + 5, command, log, ROOT, dict(os.environ))
+        told: dict[str, Any] = {}
+        if code != 0:
+            failed, error = True, f"did not end in {most} s" if code is None else f"exit code {code}"
+            told = {"error": error, "log": log.read_text(encoding="utf-8", errors="replace")[-1500:]}
+        rows.write(part=part.name, seconds=time.monotonic() - begin, **told)
     return int(failed)
 
 
@@ -215,34 +188,32 @@ def run_part(rows: Rows, options: argparse.Namespace) -> int:
     """Run a part in this process, which ends with its parent."""
     # PR_SET_PDEATHSIG: a parent that is killed cannot end its children.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    part = next(part for part in CALLS[options.call] if part.name == options.part)
+    part = next(part for part in parts_of(options.call, options.device) if part.name == options.part)
     common, end = {**rows.common, "part": part.name}, time.monotonic() + options.seconds
     part.run(replace(rows, common=common, end=end), torch.device(options.device))
     return 0
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command line. Returns the exit code: 2 for a mistake of the user."""
+    """Run the command line. Returns 1 if a part failed. Raises SystemExit with 2 for a mistake of the user."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--call", type=int, choices=CALLS)
+    parser.add_argument("--call", type=int, choices=(1, 2, 3, 4))
     parser.add_argument("--part", default="", help="run one part in this process")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: rehearse at tiny size")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: rehearse at tiny size")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of a call")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build/gpu"))
     parser.add_argument("--page", type=Path, nargs="*", help="files of rows to add to docs/results")
     options = parser.parse_args(words)
     if options.page is not None:
-        from benchmarks.gpu.page import publish
-
         publish(options.page)
         return 0
-    try:
-        if options.call is None:
-            raise ValueError("name a call: --call 1, 2, 3 or 4 (make gpu CALL=1)")
-        options.device = device_of(options.device)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.call is None:
+        parser.error("name a call: --call 1, 2, 3 or 4 (make gpu CALL=1)")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU; take a PyTorch that fits the driver "
+            "(PYTHON_GPU=), or rehearse with DEVICE=cpu"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     source = "measured" if options.device == "cuda" else "rehearsed"
     rows = Rows(options.out / "rows.jsonl", {"call": options.call, "source": source})

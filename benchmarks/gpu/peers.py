@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.contenders import HYPERPARAMETERS, JORDAN, dist_muon, torch_muon
-from benchmarks.gpu import Clock, Rows, one_process
+from benchmarks.gpu import Rows
+from benchmarks.gpu.launches import Clock, one_process
 from titan_muon import Expert, Muon
 from titan_muon.engine.orthogonalize import iterate, iteration
 

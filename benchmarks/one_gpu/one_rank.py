@@ -22,7 +22,8 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.gpu import Clock, Rows
+from benchmarks.gpu import Rows
+from benchmarks.gpu.launches import Clock
 from benchmarks.one_gpu.worlds import Row, World, placement_of, read
 from titan_muon import Expert, Muon
 from titan_muon.adamw import AdamW

@@ -26,7 +26,7 @@ STEP_OPERATORS = 10
 ERROR = (0.9, 2.8)
 """Bounds of measured over modelled time, from docs/results/gpu.json: 0.99 to 2.71 in twelve steps of one H200, to which
 `h200x8` was fitted. The plain steps took 1.15 to 1.42, and a skippable step of Qwen3-30B-A3B 2.71, because the host
-took longer than the device. gloo took 1 / 0.90 (docs/results/timeline.md). No link was measured."""
+took longer than the device. gloo took 1 / 0.88 (docs/results/timeline.md). No link was measured."""
 
 
 @dataclass(frozen=True)

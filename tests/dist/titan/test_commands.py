@@ -33,13 +33,10 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} -m benchmarks.plan_scale --help": r".*\S",
     f"{PYTHON} benchmarks/bench_step.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_owned.py --help": r".*\S",
-    f"{PYTHON} benchmarks/bench_timeline.py --help": r".*\S",
-    f"{PYTHON} benchmarks/bench_training.py --help": r".*\S",
     f"{PYTHON} benchmarks/bench_orthogonalize.py --help": r".*\S",
     f"{PYTHON} benchmarks/count_launches.py --help": r".*\S",
     f"{PYTHON} benchmarks/compile_kernels.py --help": r".*\S",
     f"{PYTHON} benchmarks/host_cost.py --help": r".*\S",
-    f"{PYTHON} benchmarks/timeline_picture.py --help": r".*\S",
     f"{PYTHON} -m benchmarks.rehearse --help": r".*\S",
     f"{PYTHON} -m benchmarks.step_counts --help": r".*\S",
 }

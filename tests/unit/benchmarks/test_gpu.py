@@ -10,18 +10,20 @@ from glob import glob
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.gpu import ROOT, Rows, page, peers, read_rows
-from benchmarks.gpu.__main__ import CALLS, main
+from benchmarks import gpu
+from benchmarks.gpu import ROOT, Rows, peers, read_rows
+from benchmarks.gpu.__main__ import main, parts_of
 from benchmarks.one_gpu.one_rank import attributed
 from titan_muon.engine.tensors.process_groups import forget_meshes
 
 CPU = torch.device("cpu")
-PARTS = {part.name: part for parts in CALLS.values() for part in parts}
+PARTS = {part.name: part for call in (1, 2, 3, 4) for part in parts_of(call, "cpu")}
 LAUNCHES = {
     "empty add_",
     "bmm(out=) of 2 x 64 x 64",
@@ -93,7 +95,7 @@ def test_a_part_writes_its_rows_on_the_cpu(name: str, rows: Rows, monkeypatch: p
     # Others are there, with the reason.
     assert all(row["error"] for row in written if "error" in row)
     assert not name.startswith("peers") or {row["contender"] for row in written} == set(kept)
-    assert "| --- |" in page.page(written, {})
+    assert "| --- |" in gpu.page(written)
 
 
 @pytest.mark.parametrize("peer", BUILT)
@@ -165,10 +167,19 @@ def test_a_row_is_whole_and_a_torn_one_is_left_out(rows: Rows) -> None:
     ]
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_call_has_to_be_named(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", device]) == 2
-    assert "name a call: --call 1, 2, 3 or 4" in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "says"), [
+    ("--device cpu", "name a call: --call 1, 2, 3 or 4"),
+    ("--call 1", "finds no GPU; take a PyTorch that fits the driver (PYTHON_GPU=), or rehearse with DEVICE=cpu"),
+])  # fmt: skip
+def test_a_wrong_command_line_names_the_remedy(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=False), pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_four_calls_have_their_parts_and_a_rehearsal_trains_at_one_rate() -> None:
+    assert [len(parts_of(call, "cuda")) for call in (1, 2, 3, 4)] == [4, 2, 1, 9]
+    assert [len(parts_of(call, "cpu")) for call in (1, 2, 3, 4)] == [4, 2, 1, 3]
 
 
 def event(name: str, kind: DeviceType, start: int, length: int, correlation: int = 0) -> SimpleNamespace:
@@ -202,19 +213,17 @@ def test_kernels_belong_to_the_stage_that_launched_them() -> None:
 
 def test_the_page_is_of_its_data_and_takes_measured_rows_alone(rows: Rows, tmp_path: Path) -> None:
     """`python -m benchmarks.gpu --page` writes it."""
-    old = json.loads((page.DOCS / page.OLD).read_text())
-    assert (page.DOCS / page.PAGE).read_text() == page.page(read_rows(page.DOCS / page.DATA), old)
-    (tmp_path / page.OLD).write_text("{}")
+    assert (gpu.DOCS / gpu.PAGE).read_text() == gpu.page(read_rows(gpu.DOCS / gpu.DATA))
     rows.write(measured="b", us=1.5)
     Rows(rows.file, {**rows.common, "source": "measured"}).write(measured="b", us=2.5)
     training = Rows(rows.file, {"call": 4, "part": "muon, 2e-3", "source": "measured"})
     for step in (1, 2):
         training.write(step=step, tokens=step, seconds=step, val_loss=3.0 / step)
-    page.publish([rows.file], tmp_path)
-    text = (tmp_path / page.PAGE).read_text()
+    gpu.publish([rows.file], tmp_path)
+    text = (tmp_path / gpu.PAGE).read_text()
     assert "| 2.5 |" in text
     assert "| 1.5 |" not in text.replace("| 2 | 2 | 1.5 |", "")
-    assert (tmp_path / page.PICTURE).exists()
+    assert (tmp_path / gpu.PICTURE).exists()
 
 
 def test_every_training_is_a_valid_recipe(tmp_path: Path) -> None:

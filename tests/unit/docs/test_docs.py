@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import titan_muon
-from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_study, make_zoo
+from docs import make_api, make_coefficients, make_compatibility, make_memory, make_results, make_zoo
 from tests.shared import muon_keywords
 from titan_muon import Muon, registry
 from titan_muon.engine.faults.faults import REMEDIES
@@ -34,7 +34,6 @@ WRITTEN: dict[Path, Callable[[str], str]] = {
     make_memory.PAGE: make_memory.written,
     make_results.PAGE: lambda page: make_results.written(),
     make_results.HOST: make_results.with_launches,
-    make_study.PAGE: lambda page: make_study.written(make_study.read_runs()),
 }
 """Pages and the functions that write them; the script of the same name updates the page."""
 
@@ -42,49 +41,6 @@ WRITTEN: dict[Path, Callable[[str], str]] = {
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_a_generated_page_is_what_its_script_writes(page: Path) -> None:
     assert read(page) == WRITTEN[page](read(page))
-
-
-def test_the_picture_of_the_study_has_the_losses_by_tokens_and_by_rate() -> None:
-    runs = make_study.read_runs()
-    files = [file for file in make_study.FOLDER.glob("*/sweep.json") if not file.parent.name.startswith("time_")]
-    assert len(runs) == sum(len(make_study.finished_in(file)) for file in files), "seeds are runs apart"
-    curves, rates = make_study.picture(runs).axes[:2]
-    mine = [run for run in runs if (run.model, run.optimizer, run.of_widths) == ("llama", "muon", False)]
-    muon = next(line for line in curves.get_lines() if str(line.get_label()).startswith("muon"))
-    assert max(muon.get_xdata()) == pytest.approx(max(run.tokens for run in mine))
-    points = {point for line in rates.get_lines() for point in zip(*line.get_data(), strict=True)}
-    shortest = round(min(run.tokens for run in mine))
-    groups = [group for group in make_study.by_setting(mine) if round(group[0].tokens) == shortest]
-    assert {(group[0].rate, make_study.final(group)) for group in groups} <= points, "means of the table"
-    assert any(len(group) > 1 for group in groups)
-    ticks = [curves.yaxis.get_major_formatter()(place, None) for place in curves.get_yticks()]
-    assert {"2.0", "2.5", "3.0"} <= {*ticks}, "plain numbers"
-
-
-def test_a_rate_at_the_edge_of_those_tried_is_said() -> None:
-    def group(rate: float, *losses: float) -> list[make_study.Run]:
-        return [make_study.Run("llama", "muon", rate, 1.0, seed, {1.0: x}, 1.0) for seed, x in enumerate(losses)]
-
-    low, middle, high = group(1, 3.0), group(2, 2.0), group(4, 2.5)
-    said = [make_study.at_the_edge(one, (low, middle, high)) for one in (low, middle, high)]
-    assert ["lowest" in said[0], said[1], "highest" in said[2]] == [True, "", True]
-
-
-def test_algorithms_are_compared_at_their_best_rates_by_tokens_and_by_seconds() -> None:
-    def runs(optimizer: str, rate: float, *losses: float) -> list[make_study.Run]:
-        curves = [{0.5: loss + 1, 1.0: loss} for loss in losses]
-        return [
-            make_study.Run("llama", optimizer, rate, 0.1, seed, curve, 9.0, of_algorithms=True)
-            for seed, curve in enumerate(curves)
-        ]
-
-    best = make_study.best_of_each([*runs("adamw", 1, 2.0), *runs("muon", 1, 1.5, 1.7), *runs("muon", 2, 1.55)])
-    lines = make_study.compared(best, {"adamw": 0.5, "muon": 0.75})
-    steps = 0.8e6 / make_study.TOKENS_OF_STEP
-    assert lines[2] == f"| muon | 1 | 2 | 1.600 ± 0.141 | 0.80 M | 0.750 | {0.75 * steps:.0f} |"
-    by_tokens, by_seconds = make_study.algorithms_picture(best, {"adamw": 0.5, "muon": 0.75}).axes
-    assert [line.get_label() for line in by_tokens.get_lines()] == ["muon", "adamw"]
-    assert by_seconds.get_lines()[0].get_xdata()[-1] == pytest.approx(0.75 * 1e6 / make_study.TOKENS_OF_STEP)
 
 
 def test_the_errors_of_coefficients_are_measured() -> None:

@@ -117,7 +117,7 @@ class MuonStep:
             for call in views.gathers if gradients.uniform else by_dtype(views.gathers, gradients):
                 # A gradient is released after its last call.
                 placed = [(gradients.grads[part.parameter], part.place) for part in call.parts]
-                grads = [grad if place is None else grad[place] for grad, place in placed]  # type: ignore[index, misc]
+                grads: list[Any] = [grad if place is None else grad[place] for grad, place in placed]  # type: ignore[index]
                 if gradients.inverse is not None:
                     grads = list(torch._foreach_mul(grads, gradients.inverse))
                 algorithm.before_gather(call, call.momentum, grads)

@@ -1,11 +1,13 @@
-"""What a launch costs on this machine: microseconds of the host and of the device, depth of the queue, and rates."""
+"""Clock of calls on a device, and cost of a launch: microseconds of host and device, depth of the queue, and rates."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu import Clock, Rows, one_process
+from benchmarks.gpu import Rows
 from benchmarks.one_gpu.links import DTYPES, MeasuredMachine, matmul_rate, memory_rate
 
 CALLS = {"cuda": 200, "cpu": 20}
@@ -24,6 +26,54 @@ BLOCKED = 1e-3
 """Seconds of a launch that waited for a place in the queue."""
 GRAPHS = (10, 1000)
 MACHINE = "machine.json"
+
+
+@contextmanager
+def one_process(device: torch.device) -> Iterator[None]:
+    """A process group of this process, over NCCL on a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times of calls on a device."""
+
+    device: torch.device
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether host and device are two."""
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def once(self, run: Callable[[], object]) -> dict[str, float]:
+        """Milliseconds of a call on an idle device: of the host until it returns, between two events, until both end.
+
+        On the CPU the three are one.
+        """
+        self.wait()
+        begin = time.perf_counter()
+        if not self.is_gpu:
+            run()
+            return dict.fromkeys(("device ms", "host ms", "wall ms"), 1e3 * (time.perf_counter() - begin))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        host = time.perf_counter() - begin
+        self.wait()
+        wall = time.perf_counter() - begin
+        return {"device ms": start.elapsed_time(end), "host ms": 1e3 * host, "wall ms": 1e3 * wall}
 
 
 def calibrate(rows: Rows, device: torch.device) -> None:
