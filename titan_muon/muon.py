@@ -36,7 +36,7 @@ from .engine.state.groups import (
 )
 from .engine.state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
 from .engine.state.matrix_states import MatrixStates, with_matrix_states
-from .engine.state.saved import after_pre_hooks, check_saved_groups, completed, copy_state, saved_states
+from .engine.state.saved import after_pre_hooks, check_frozen, check_saved_groups, completed, copy_state, saved_states
 from .engine.step.algorithm import PlanContext
 from .engine.step.feature import check_parts
 from .engine.step.gradients import StepGradients, check_first_gradients
@@ -298,6 +298,7 @@ class Muon(SkipsSteps, Optimizer):
         # A state dict shares its dicts with the optimizer.
         current = {p.param: {**self.state[p.param], "momentum_buffer": p.momentum} for p in self.engine.rank.params}
         saved = self._agreed.together(lambda: list(saved_states(self.param_groups, state_dict, current)))
+        check_frozen(self.param_groups, state_dict, self._agreed.gathered)
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
         keys = {key for key, _, _ in saved}
@@ -309,8 +310,7 @@ class Muon(SkipsSteps, Optimizer):
                 copy_state(tensor, current[param][name], param)
         self.state.update(current)
         if not self._replanned():
-            states = self._matrix_states(self.plan)
-            self.engine.rebuild(self._trained_params(), self._options, states)
+            self.engine.rebuild(self._trained_params(), self._options, self._matrix_states(self.plan))
 
     def _matrix_states(self, plan: Plan) -> MatrixStates:
         return with_matrix_states(plan, self._trained_params(), self._algorithm.for_parameter, self.state)

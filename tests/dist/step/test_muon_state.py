@@ -91,16 +91,28 @@ def skipped_by_one_scaler(rank: int, world_size: int) -> str:
     return message(muon.step)
 
 
+def frozen_state_of_one_rank(rank: int, world_size: int) -> str:
+    """The error of a load where rank 1 lacks the states of a parameter that was frozen after the save."""
+    params = parameters(init_device_mesh("cpu", (world_size,)))
+    muon = Muon(named(params)).build()
+    state = muon.state_dict()
+    next(iter(params.values())).requires_grad_(False)
+    if rank == 1:
+        state = {**state, "state": {key: value for key, value in state["state"].items() if key != 0}}
+    return message(lambda: muon.load_state_dict(state))
+
+
+FAULTS = (frozen_rank, replaced_momentum, skipped_by_one_scaler, frozen_state_of_one_rank)
 Results = tuple[tuple[bool, bool, bool], list[tuple[torch.dtype, float, bool]], list[str]]
 
 
 def all_on_ranks(rank: int, world_size: int) -> Results:
-    errors = [act(rank, world_size) for act in (frozen_rank, replaced_momentum, skipped_by_one_scaler)]
+    errors = [act(rank, world_size) for act in FAULTS]
     return replan(rank, world_size), precision(rank, world_size), errors
 
 
 def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
-    for replanned, momenta, (frozen, replaced, skipped) in run_ranks(all_on_ranks, 2, timeout=SECONDS):
+    for replanned, momenta, (frozen, replaced, skipped, half_loaded) in run_ranks(all_on_ranks, 2, timeout=SECONDS):
         assert replanned == (True, True, True), "loading other hyperparameters plans again and keeps the momentum"
         (wide, error, wide_saved), (narrow, _, narrow_saved) = momenta
         assert (wide, narrow) == (torch.float32, torch.bfloat16)
@@ -108,5 +120,6 @@ def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
         assert wide_saved
         assert narrow_saved
         assert "no parameter to train on ranks [1]" in frozen
+        assert "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one" in half_loaded
         assert replaced.startswith("layers.0.weight: the momentum was replaced")
         assert "GradScalers of only some ranks have found" in skipped

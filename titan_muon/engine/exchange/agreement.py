@@ -119,7 +119,8 @@ class Agreement:
         if self.peers is None or not dist.is_initialized():
             return
         # Through the store, because collectives have failed.
-        store, prefix = default_store(), "titan_muon/step_of_rank"
+        # By the group of this build, because an earlier Muon's error has left its steps there.
+        store, prefix = default_store(), f"titan_muon/step_of_rank/{self.peers.group_name}"
         ranks, known = dist.get_process_group_ranks(self.peers), {self.rank: steps}
         try:
             store.set(f"{prefix}/{self.rank}", str(steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,6 +103,30 @@ def saved_states(
             if parameter.requires_grad:
                 states = state_dict["state"].get(key, {})
                 yield key, parameter, checked_state(fqn, current[parameter], states, parameter)
+
+
+def check_frozen(groups: Groups, state_dict: Mapping[str, Any], gathered: Callable[[Any], Mapping[int, Any]]) -> None:
+    """Raise ValueError on every rank for a frozen parameter whose states only some ranks would load.
+
+    The next checkpoint could not be saved. `gathered`: a value of all ranks, by rank; collective.
+    """
+    pairs = zip(groups, state_dict["param_groups"], strict=True)
+    places = [
+        place
+        for group, saved in pairs
+        for place in zip(group["param_names"], group["params"], saved["params"], strict=True)
+    ]
+    mine = {fqn: key in state_dict["state"] for fqn, parameter, key in places if not parameter.requires_grad}
+    ranks: dict[str, dict[bool, int]] = {}
+    for rank, loaded in gathered(mine).items():
+        for fqn, has_states in loaded.items():
+            ranks.setdefault(fqn, {})[has_states] = rank
+    for fqn, by_presence in ranks.items():
+        if len(by_presence) == 2:
+            raise ValueError(
+                f"{fqn}: is frozen, and the state dict has its states on rank {by_presence[True]} and not on rank "
+                f"{by_presence[False]}; load one state dict on all ranks"
+            )
 
 
 def checked_state(
