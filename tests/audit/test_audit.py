@@ -178,6 +178,6 @@ def test_the_audit_needs_torch_alone() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert eval(output) == [
-        "titan_muon", "titan_muon.audit", "titan_muon.audit.judge", "titan_muon.audit.ranks", "titan_muon.audit.report",
-        "titan_muon.audit.watch",
+        "titan_muon", "titan_muon.audit", "titan_muon.audit.checkpoints", "titan_muon.audit.judge",
+        "titan_muon.audit.ranks", "titan_muon.audit.report", "titan_muon.audit.watch",
     ]  # fmt: skip
