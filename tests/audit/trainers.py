@@ -600,15 +600,11 @@ def _reports(run: Run, kind: Kind) -> Iterator[Report]:
     parts: Any = iter([None])
     started = False
     while True:
-        audit = Audit(limit=30.0)
-        audit.open()
-        try:
+        with Audit(limit=30.0) as audit:
             if not started:
                 result = kind.train(run)
                 parts, started = result if hasattr(result, "__next__") else iter(()), True
             going = next(parts, "end") != "end"
-        finally:
-            audit.close()
         assert audit.report is not None
         yield audit.report
         if not going:

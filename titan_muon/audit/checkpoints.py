@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from .ranks import Digest
@@ -20,46 +19,31 @@ Table = dict[str, dict[str, Digest]]
 """Digests by name of a parameter and key of a state, or "weight"."""
 
 
-def ignore(*_: Any, **__: Any) -> None:
-    """Do nothing."""
-
-
-def follow(hooks: ExitStack, owner: Any, name: str, after: Callable[..., Any], before: Any = ignore) -> None:
+def follow(hooks: ExitStack, owner: Any, name: str, after: Any = None, before: Any = None) -> None:
     """Until `hooks` close, act before and after each call of `owner.name`, with its arguments."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
+        if before is not None:
+            before(*args, **kwargs)
         result = original(*args, **kwargs)
-        after(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
         return result
 
     hooks.enter_context(patch.object(owner, name, call))
 
 
-class Checkpoints:
-    """Files and folders that the script saves and loads. `table` makes the digests of this rank."""
+def follow_files(hooks: ExitStack, verb: str, position: int, act: Callable[[Path], Any]) -> None:
+    """Act after each load or save, by `torch` or `torch.distributed.checkpoint`, of a path in this argument."""
 
-    def __init__(self, table: Callable[[], Table]) -> None:
-        self.loaded = list[Path]()
-        self._table = table
+    def after(*args: Any, f: Any = None, checkpoint_id: Any = None, **_: Any) -> None:
+        for place in (f, checkpoint_id, *args[position : position + 1]):
+            if isinstance(place, str | Path):
+                act(Path(place))
 
-    def watch(self, loads: ExitStack, saves: ExitStack) -> None:
-        """Follow `torch` and `torch.distributed.checkpoint`."""
-        follow(loads, torch, "load", lambda f, *_, **__: self._load(f))
-        follow(loads, dcp, "load", lambda *_, checkpoint_id=None, **__: self._load(checkpoint_id))
-        follow(saves, torch, "save", lambda obj, f, *_, **__: self._save(f))
-        follow(saves, dcp, "save", lambda *_, checkpoint_id=None, **__: self._save(checkpoint_id))
-
-    def _load(self, place: Any) -> None:
-        if isinstance(place, str | Path):
-            self.loaded.append(Path(place))
-
-    def _save(self, place: Any) -> None:
-        if isinstance(place, str | Path):
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            path = Path(place)
-            path.with_name(f"{path.name}.audit.{rank}.json").write_text(json.dumps(self._table()))
+    for module in (torch, dcp):
+        follow(hooks, module, verb, after)
 
 
 def differences(paths: Sequence[Path], tables: Sequence[Table]) -> Found:

@@ -1,12 +1,15 @@
 """The command `titan-muon audit`: runs a training script unchanged and says what its optimizer steps did."""
 
 import argparse
+import functools
+import json
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from .report import REMEDIES, Report
+from .report import REMEDIES
 from .watch import Audit
 
 
@@ -26,21 +29,19 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("--steps: momentum shows in at least 2 steps")
     if unknown := [code for a in options.allow if (code := a.partition(":")[0]) not in REMEDIES]:
         parser.error(f"--allow: {unknown[0]} is not one of {', '.join(REMEDIES)}")
-    audit, code = Audit(options.steps, options.memory * 2**30, options.limit, options.allow), None
-    audit.open()
     sys.argv, sys.path[0] = [options.script, *options.args], "" if options.module else str(Path(options.script).parent)
-    try:
-        # The script's objects live on, because threads of DDP may still use them.
-        if options.module:
-            audit.alive = runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        else:
-            audit.alive = runpy.run_path(options.script, run_name="__main__")
-    except SystemExit as done:
-        code = done.code
-    except BaseException:
-        audit.report = Report()
-        raise
-    audit.close()
-    audit.show(options.json)
-    failed = bool(audit.report is not None and audit.report.codes)
-    return int(failed) if code in (None, 0) else code if isinstance(code, int) else 1
+    run, code = functools.partial(runpy.run_module, alter_sys=True) if options.module else runpy.run_path, None
+    audit = Audit(steps=options.steps, memory=options.memory * 2**30, limit=options.limit, allow=options.allow)
+    with audit:
+        try:
+            # The script's objects live on, because threads of DDP may still use them.
+            _namespace = run(options.script, run_name="__main__")
+        except SystemExit as done:
+            code = done.code
+    if audit.meeting.rank == 0:
+        print(audit.report, file=sys.stderr, flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(asdict(audit.report), indent=1))
+    # A launcher ends all ranks with the first one that fails.
+    audit.meeting.come("end")
+    return int(bool(audit.report.codes)) if code in (None, 0) else code if isinstance(code, int) else 1

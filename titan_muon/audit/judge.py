@@ -77,6 +77,15 @@ class Evidence:
     start: Mapping[str, Tensor]
 
     @property
+    def moved(self) -> Tensor:
+        return self.before - self.after
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """Tensors whose sum a step may orthogonalize."""
+        return [*(gradient for _, gradient in self.gradients), self.before]
+
+    @property
     def passes(self) -> int:
         """The number of backward passes of the last step."""
         return sum(step == len(self.seen.groups) - 1 for step, _ in self.gradients)
@@ -113,7 +122,7 @@ def judge(e: Evidence) -> Verdict:
         return Verdict("undecided", undecided=reason)
     if (adam := _closest(e, moved, _adam(e))).error < LINEAR + rounding:
         return adam
-    weights, error = _regress(moved, [*(g for _, g in e.gradients), e.before])
+    weights, error = _regress(moved, e.columns)
     if error < LINEAR + rounding and moved.numel() > 8 * len(weights):
         return Verdict("sgd", error, scale=max(map(abs, weights)))
     if moved.ndim != 2 or min(moved.shape) < 2:
@@ -134,10 +143,12 @@ def _muon(e: Evidence, moved: Tensor, fits: float) -> Verdict:
             apart = _Form(e, moved, (r, c)).fit(best)
             if apart.error < min(DIFFERS * best.error, 2 * fits):
                 best = replace(apart, blocks=(r, c))
-    if best.error > fits and (passes := _closest(e, moved, _each_pass(e))).error < DIFFERS * best.error:
-        return replace(passes, scale=passes.scale * e.passes)
-    columns = zip(best.weights, [*(g for _, g in e.gradients), e.before], strict=True)
+    columns = zip(best.weights, e.columns, strict=True)
     direction = sum((weight * column for weight, column in columns), torch.zeros_like(moved))
+    if best.error > 0.3 * fits and e.passes > 1 and min(rows, cols) <= 2048:
+        once, each = (_closest(e, moved, updates) for updates in ([(best, _newton_schulz(direction))], _each_pass(e)))
+        if each.error < DIFFERS * once.error:
+            return replace(each, scale=each.scale * e.passes)
     scale, bent, twice = _spectral(moved - best.decay * e.before, direction, best.blocks)
     # The singular values of other coefficients differ by 0.25.
     wrong, error = list(best.wrong), math.hypot(best.error, max(0.0, bent - 0.25))
@@ -158,21 +169,20 @@ def stated_momentum(group: Mapping[str, Any]) -> float | None:
     return next((float(value) for value in values if isinstance(value, float | int)), None)
 
 
-def _weights(e: Evidence, momentum: float | None, nesterov: bool, kind: str) -> list[float]:
+def _weights(e: Evidence, momentum: float | None, nesterov: bool, kind: str) -> Tensor:
     """Weights of the gradients in the direction of the last step. `momentum`: in place of those that the groups state.
 
     Of `kind` "average", momentum gives gradients the weight 1 - momentum. "micro-momentum" advances in each pass.
     """
     momenta = [stated_momentum(g) or 0.0 if momentum is None else momentum for g in e.seen.groups]
-    steps, later, weights = [step for step, _ in e.gradients], 1.0, list[float]()
-    for i in reversed(range(len(steps))):
-        last = i + 1 == len(steps)
-        if not last and (kind == "micro-momentum" or steps[i + 1] != steps[i]):
-            later *= momenta[steps[i + 1]]
-        own = 1 - momenta[steps[i]] if kind == "average" and steps[i] >= 0 else 1.0
-        newest = steps[i] == len(momenta) - 1 and (last or kind != "micro-momentum")
-        weights.append(own * (later * momenta[-1] + newest if nesterov else later))
-    return weights[::-1]
+    buffer = newest = torch.zeros(len(e.gradients), dtype=torch.float64, device="cpu")
+    units, before = torch.eye(len(e.gradients), dtype=torch.float64, device="cpu"), -1
+    for unit, (step, _) in zip(units, e.gradients, strict=True):
+        m, advances = momenta[step], step > before or kind == "micro-momentum"
+        own = (1 - m) * unit if kind == "average" and step >= 0 else unit
+        buffer, newest = (m * buffer + own, own) if advances else (buffer + own, newest + own)
+        before = step
+    return momenta[-1] * buffer + newest if nesterov else buffer
 
 
 def _claims(e: Evidence) -> Iterator[Verdict]:
@@ -192,7 +202,7 @@ def _claims(e: Evidence) -> Iterator[Verdict]:
         if said is not None and nesterov != bool(said) and kind not in texts:
             wrong.append(("nesterov", f"nesterov is {nesterov}, and the group says {bool(said)}"))
         if len(wrong) < 2:
-            weights, momentum = _weights(e, value, nesterov, kind), stated if value is None else value
+            weights, momentum = _weights(e, value, nesterov, kind).tolist(), stated if value is None else value
             own = e.seen.decay * sum(weights) / passes if kind == "coupled-decay" else 0.0
             yield Verdict("muon", 0.0, momentum, nesterov, wrong=tuple(wrong), weights=(*weights, own))
 
@@ -201,7 +211,7 @@ class _Form:
     """Misfit of claims about a matrix, whole or in blocks, as quadratic forms of the weights."""
 
     def __init__(self, e: Evidence, moved: Tensor, split: Split = WHOLE) -> None:
-        columns, draw = [*(g for _, g in e.gradients), e.before], torch.Generator().manual_seed(0)
+        columns, draw = e.columns, torch.Generator().manual_seed(0)
         rows = [[list[Tensor]() for _ in columns] for _ in range(3)]
         for d, *blocks in zip(*(_blocks(x, split) for x in (moved, *columns)), strict=True):
             for x, sides in ((d, blocks), (d.T, [m.T for m in blocks])):
@@ -302,8 +312,7 @@ def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
     stated, last = stated_momentum(e.seen.group), len(e.seen.groups) - 1
     memory = 0.95 if stated is None else stated
     text = f"Newton-Schulz ran in each of {e.passes} backward passes of a step, and the results were added"
-    possible = e.passes > 1 and min(e.before.shape) <= 2048
-    for m, nesterov in ((0.0, False), (memory, False), (memory, True)) if possible else ():
+    for m, nesterov in ((0.0, False), (memory, False), (memory, True)):
         buffer, total = torch.zeros_like(e.before), torch.zeros_like(e.before)
         for step, g in e.gradients:
             buffer = m * buffer + g

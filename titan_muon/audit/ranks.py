@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,20 +33,14 @@ def held(tensor: Tensor) -> list[Tensor] | None:
     return dims if tuple(map(len, dims)) == tuple(local(tensor).shape) else None
 
 
-class Digest(NamedTuple):
-    """A piece's place, a random linear form of its elements, their sum of squares and number.
-
-    Linear forms of disjoint pieces add up to the whole tensor's. In float64, so that equal bits have equal digests.
-    """
-
-    place: str
-    form: float
-    squares: float
-    count: int
+Digest = tuple[str, float, float, int]
 
 
 def digest(tensor: Tensor, dims: Sequence[Tensor]) -> Digest:
-    """The digest of this rank's piece, which has the global indices `dims`."""
+    """The place of this rank's piece, a random linear form of its elements, their sum of squares and number.
+
+    Linear forms of disjoint pieces add up to the whole tensor's. In float64, so that equal bits have equal digests.
+    """
     piece, form, squares, weights = torch.atleast_1d(local(tensor)), 0.0, 0.0, list[Tensor]()
     for dim, (size, indices) in enumerate(zip(tensor.shape, dims, strict=True)):
         draw = torch.Generator().manual_seed(dim)
@@ -61,7 +55,7 @@ def digest(tensor: Tensor, dims: Sequence[Tensor]) -> Digest:
             y = y @ other
         form += float(y @ weight)
     place = ",".join(f"{int(i[0])}-{int(i[-1])}/{len(i)}" if len(i) else "-" for i in dims)
-    return Digest(place, form, squares, piece.numel())
+    return place, form, squares, piece.numel()
 
 
 def whole(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Tensor]]) -> Tensor | None:
@@ -74,14 +68,18 @@ def whole(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Tensor]
     return total / count if count.all() else None
 
 
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks, 0 and 1 without torch.distributed."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 class Meeting:
     """All ranks of the script. A wait for them ends after `limit` seconds, and a transfer after ten times that."""
 
     def __init__(self, limit: float) -> None:
-        self.limit, self.rank, self.size = limit, 0, 1
+        self.limit, (self.rank, self.size) = limit, rank_and_size()
         self._group: Any = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if self.size > 1:
             store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
             number = store.add(f"titan_muon.audit/{self.rank}", 1)
             self._store = dist.PrefixStore(f"titan_muon.audit/{number}", store)
@@ -115,8 +113,3 @@ class Meeting:
         if self.size > 1:
             dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
-
-    def leave(self) -> None:
-        """Free the group of the exchanges."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)

@@ -3,13 +3,12 @@
 import gc
 import json
 import re
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .checkpoints import Checkpoints, Table, differences, follow, ignore
+from .checkpoints import Table, differences, follow, follow_files
 from .judge import Evidence, Seen, Verdict, judge
-from .ranks import Meeting, digest, held, local, whole
+from .ranks import Meeting, digest, held, local, rank_and_size, whole
 from .report import Report, conclude, role_of
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
@@ -28,15 +27,24 @@ MOST_PASSES = 8
 
 
 class Audit:
-    """An audit of this process. `report` is set after the audited steps, or by `close`.
+    """Audit of the steps of all optimizers in its context. `report` is set after the audited steps, or at the end.
 
-    Args: `steps` of each optimizer, `memory` in bytes for sampled tensors of this rank, `limit` in seconds for waits.
+    Enter it before the first backward pass. Args: `models`, by default all modules once an optimizer is made; `steps`
+    of each optimizer; `memory` in bytes for sampled tensors of this rank; `limit` in seconds for waits between ranks;
+    `allow`, codes of findings that do not count, each with `:NAMES` or not.
     """
 
-    def __init__(self, steps: int = 4, memory: float = 2**31, limit: float = 60.0, allow: Iterable[str] = ()) -> None:
-        self.steps, self.limit, self.allow, self._room = steps, limit, tuple(allow), memory
+    def __init__(
+        self,
+        *models: nn.Module,
+        steps: int = 4,
+        memory: float = 2**31,
+        limit: float = 60.0,
+        allow: Iterable[str] = (),
+    ) -> None:
+        self.models, self.steps, self.limit, self.allow, self._room = models, steps, limit, tuple(allow), memory
         self.report: Report | None = None
-        self._meeting: Meeting | None = None
+        self.meeting: Meeting
         self._outer: Optimizer | None = None
         self._table: Table | None = None
         self._seconds, self._passes = 0.0, 0
@@ -44,16 +52,26 @@ class Audit:
         self._counts: dict[Optimizer, int] = {}
         self._stepped: dict[Optimizer, int] = {}
         self._seen: dict[Tensor, Seen] = {}
-        self._hooks, self._saves, self._checkpoints = ExitStack(), ExitStack(), Checkpoints(self._digests)
+        self._loaded = list[Path]()
+        self._hooks, self._saves = ExitStack(), ExitStack()
 
-    def open(self, *models: nn.Module) -> None:
-        """Watch the parameters of `models`, or by default of all modules that exist when an optimizer is made."""
+    def __enter__(self) -> Self:
+        """Watch the parameters of the models, and the constructors, steps and checkpoints of the script."""
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
-        self._checkpoints.watch(self._hooks, self._saves)
         follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
-        follow(self._hooks, dist, "destroy_process_group", ignore, lambda *_, **__: self.finish())
-        self._survey(models)
+        follow(self._hooks, dist, "destroy_process_group", before=lambda *_, **__: self.finish())
+        follow_files(self._hooks, "load", 0, self._loaded.append)
+        follow_files(self._saves, "save", 1, self._save)
+        self._survey(self.models)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Conclude if the script had fewer steps than asked for. An error ends the audit without a report."""
+        if kind is not None:
+            self.report = self.report or Report()
+        with self._saves:
+            self.finish()
 
     def _survey(self, modules: Iterable[nn.Module], before: Iterable[Tensor] = ()) -> None:
         """Watch the parameters of modules, first those of `before`, so that an older model takes no name of theirs."""
@@ -126,8 +144,7 @@ class Audit:
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if self._passes > self._stepped.get(optimizer, 0) or (self._passes == 0 and any(rates)):
             self._stepped[optimizer] = self._passes
-            self._meeting = self._meeting or Meeting(self.limit)
-            if self._table is None and self._checkpoints.loaded:
+            if self._table is None and self._loaded:
                 self._table = self._digests()
             count = self._counts[optimizer] = self._counts[optimizer] + 1
             if optimizer is next(iter(self._stepped)):
@@ -163,7 +180,9 @@ class Audit:
         seen = self._seen[p]
         if begin:
             seen.gradient |= seen.passes > 0 or (p.grad is not None and bool(local(p.grad).any()))
-            seen.passes, seen.shards = 0, self._shards(p)
+            seen.passes = 0
+            sizes = p.device_mesh.shape if isinstance(p, DTensor) else (rank_and_size()[1],)
+            seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
             if seen.sampled and p.grad is not None and not p.grad.is_sparse:
                 seen.tensors["gradient", len(seen.groups)] = local(p.grad).float().clone()
             seen.groups.append({})
@@ -173,14 +192,6 @@ class Audit:
         for key, state in optimizer.state.get(p, {}).items() if seen.sampled and len(seen.groups) == 1 else ():
             if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
                 seen.tensors["start", key] = local(state).float().clone()
-
-    def _shards(self, p: Tensor) -> tuple[tuple[int, int], ...]:
-        """Numbers of row and column blocks in which ranks may have a matrix."""
-        if not isinstance(p, DTensor):
-            ranks = self._meeting.size if self._meeting is not None else 1
-            return ((ranks, 1), (1, ranks)) if ranks > 1 else ()
-        sides = [(p.device_mesh.size(i), getattr(x, "dim", p.ndim) - p.ndim) for i, x in enumerate(p.placements)]
-        return tuple((n, 1) if side == -2 else (1, n) for n, side in sides if n > 1 and side in (-2, -1))
 
     @torch.no_grad()
     def _digests(self) -> Table:
@@ -192,19 +203,9 @@ class Audit:
             table[seen.name] = {k: digest(x, dims) for k, x in found.items() if (dims := held(x)) is not None}
         return table
 
-    def close(self) -> None:
-        """Conclude if the script had fewer steps than asked for, and remove all hooks."""
-        with self._saves:
-            self.finish()
-
-    def show(self, file: Path | None = None) -> None:
-        """Print the report on the first rank, and wait, because a launcher ends all ranks with the first that fails."""
-        if self.report is not None and (self._meeting is None or self._meeting.rank == 0):
-            print(self.report, file=sys.stderr, flush=True)
-            if file is not None:
-                file.write_text(json.dumps(asdict(self.report), indent=1))
-        if self._meeting is not None:
-            self._meeting.come("end")
+    def _save(self, path: Path) -> None:
+        digests = json.dumps(self._digests())
+        path.with_name(f"{path.name}.audit.{rank_and_size()[0]}.json").write_text(digests)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -216,7 +217,7 @@ class Audit:
         for p, seen in self._seen.items():
             if seen.digests:
                 self._weigh(p)
-        meeting = self._meeting = self._meeting or Meeting(self.limit)
+        meeting = self.meeting = Meeting(self.limit)
         missing = meeting.come("finish")
         sampled = {s.name: (held(p), s) for p, s in self._seen.items() if s.sampled and s.digests}
         everyone = meeting.gather(0, {s.name: replace(s, tensors={}) for s in self._seen.values() if s.digests})
@@ -229,7 +230,7 @@ class Audit:
                 verdicts[name] = judge(evidence)
         judged, tables = meeting.gather(0, verdicts), meeting.gather(0, self._table or {})
         if meeting.rank == 0:
-            found = differences(self._checkpoints.loaded, tables)
+            found = differences(self._loaded, tables)
             if missing:
                 ranks = f"rank {', '.join(map(str, missing))}"
                 found["", f"did not come to the comparison within {self.limit:g} s"].append(ranks)
@@ -238,7 +239,6 @@ class Audit:
             self.report = conclude(everyone, every, found, classes, self.allow, seconds)
         self._seen = {p: replace(s, tensors={}) for p, s in self._seen.items()}
         self.report = meeting.tell(self.report)
-        meeting.leave()
 
 
 def _evidence(seen: Seen, pieces: list[tuple[list[Tensor], Seen]]) -> Evidence | None:
@@ -271,19 +271,4 @@ def _evidence(seen: Seen, pieces: list[tuple[list[Tensor], Seen]]) -> Evidence |
     return Evidence(tensors["before"], tensors["after"], gradients, seen, start)
 
 
-@contextmanager
-def watch(*models: nn.Module, steps: int = 4, allow: Iterable[str] = ()) -> Iterator[Audit]:
-    """Audit the steps of all optimizers in the context; the yielded audit has a `report` at the end.
-
-    Enter it before the first backward pass. Args: `models`, by default all modules once an optimizer is made; `steps`
-    of each optimizer; `allow`, codes of findings that do not count, each with `:NAMES` or not.
-    """
-    audit = Audit(steps, allow=allow)
-    audit.open(*models)
-    try:
-        yield audit
-    except BaseException:
-        audit.report = Report()
-        raise
-    finally:
-        audit.close()
+watch = Audit
