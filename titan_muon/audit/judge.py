@@ -38,7 +38,6 @@ class Seen:
     replicated: bool
     sampled: bool = False
     optimizer: str = ""
-    number: int = 0
     place: str = ""
     gradient: bool = False
     passes: int = 0
@@ -120,18 +119,18 @@ def judge(e: Evidence) -> Verdict:
     if rounding > 0.5 or not any(bool(g.any()) for step, g in e.gradients if step >= 0):
         reason = "the step is smaller than the rounding of the weights" if rounding > 0.5 else "no gradient was seen"
         return Verdict("undecided", undecided=reason)
-    if (adam := _closest(e, moved, _adam(e))).error < LINEAR + rounding:
+    if (adam := _closest(e, _adam(e))).error < LINEAR + rounding:
         return adam
     weights, error = _regress(moved, e.columns)
     if error < LINEAR + rounding and moved.numel() > 8 * len(weights):
         return Verdict("sgd", error, scale=max(map(abs, weights)))
     if moved.ndim != 2 or min(moved.shape) < 2:
         return Verdict("undecided", error, undecided="neither Adam nor SGD explains the step")
-    return _muon(e, moved, FITS + rounding)
+    return _muon(e, FITS + rounding)
 
 
-def _muon(e: Evidence, moved: Tensor, fits: float) -> Verdict:
-    form, (rows, cols), counts = _Form(e, moved), moved.shape, (2, 3, 4, 8, 16)
+def _muon(e: Evidence, fits: float) -> Verdict:
+    form, (rows, cols), counts = _Form(e), e.before.shape, (2, 3, 4, 8, 16)
     tried = [form.fit(claim) for claim in _claims(e)]
     best = min((verdict for verdict in tried if not verdict.wrong), key=lambda verdict: verdict.error)
     other = min(tried, key=lambda verdict: verdict.error)
@@ -140,16 +139,16 @@ def _muon(e: Evidence, moved: Tensor, fits: float) -> Verdict:
     splits = dict.fromkeys([*e.seen.shards, *((n, 1) for n in counts), *((1, n) for n in counts)])
     for r, c in splits if best.error > 0.3 * fits else ():
         if rows % r == cols % c == 0 and rows > r and cols > c:
-            apart = _Form(e, moved, (r, c)).fit(best)
+            apart = _Form(e, (r, c)).fit(best)
             if apart.error < min(DIFFERS * best.error, 2 * fits):
                 best = replace(apart, blocks=(r, c))
     columns = zip(best.weights, e.columns, strict=True)
-    direction = sum((weight * column for weight, column in columns), torch.zeros_like(moved))
+    direction = sum((weight * column for weight, column in columns), torch.zeros_like(e.before))
     if best.error > 0.3 * fits and e.passes > 1 and min(rows, cols) <= 2048:
-        once, each = (_closest(e, moved, updates) for updates in ([(best, _newton_schulz(direction))], _each_pass(e)))
+        once, each = (_closest(e, updates) for updates in ([(best, _newton_schulz(direction))], _each_pass(e)))
         if each.error < DIFFERS * once.error:
             return replace(each, scale=each.scale * e.passes)
-    scale, bent, twice = _spectral(moved - best.decay * e.before, direction, best.blocks)
+    scale, bent, twice = _spectral(e.moved - best.decay * e.before, direction, best.blocks)
     # The singular values of other coefficients differ by 0.25.
     wrong, error = list(best.wrong), math.hypot(best.error, max(0.0, bent - 0.25))
     if twice:
@@ -210,18 +209,8 @@ def _claims(e: Evidence) -> Iterator[Verdict]:
 class _Form:
     """Misfit of claims about a matrix, whole or in blocks, as quadratic forms of the weights."""
 
-    def __init__(self, e: Evidence, moved: Tensor, split: Split = WHOLE) -> None:
-        columns, draw = e.columns, torch.Generator().manual_seed(0)
-        rows = [[list[Tensor]() for _ in columns] for _ in range(3)]
-        for d, *blocks in zip(*(_blocks(x, split) for x in (moved, *columns)), strict=True):
-            for x, sides in ((d, blocks), (d.T, [m.T for m in blocks])):
-                probe = torch.randn(x.shape[1], min(PROBES, x.shape[1]), generator=draw, device="cpu", dtype=x.dtype)
-                y, xp, yp = sides[-1], x @ probe, sides[-1] @ probe
-                for i, (m, mp) in enumerate((m, m @ probe) for m in sides):
-                    rows[0][i].append((x.T @ mp - m.T @ xp).flatten())
-                    rows[1][i].append((y.T @ mp - m.T @ yp).flatten())
-                    rows[2][i].append((x.T @ mp + m.T @ xp).flatten())
-        moves, own, even = (torch.stack([torch.cat(parts) for parts in row]).double() for row in rows)
+    def __init__(self, e: Evidence, split: Split = WHOLE) -> None:
+        moves, own, even = (_products(x, e, split, sign) for x, sign in ((e.moved, -1), (e.before, -1), (e.moved, 1)))
         self._moves, self._mixed, self._own, self._even = moves @ moves.T, moves @ own.T, own @ own.T, even @ even.T
         self._length = moves.shape[1]
 
@@ -233,6 +222,17 @@ class _Form:
         odd = max(float(w @ self._moves @ w) - 2 * decay * mixed + decay**2 * own, 0.0)
         total = max(odd + float(w @ self._even @ w), 1e-300)
         return replace(claim, error=math.sqrt(odd / total), decay=decay, noise=math.sqrt(odd / own / self._length))
+
+
+def _products(x: Tensor, e: Evidence, split: Split, sign: int) -> Tensor:
+    """`x' m + sign m' x` and `x m' + sign m x'` of each column m, times random vectors, one row a column."""
+    rows, draw = [list[Tensor]() for _ in e.columns], torch.Generator().manual_seed(0)
+    for block, *others in zip(*(_blocks(matrix, split) for matrix in (x, *e.columns)), strict=True):
+        for y, columns in ((block, others), (block.T, [m.T for m in others])):
+            probe = torch.randn(y.shape[1], min(PROBES, y.shape[1]), generator=draw, device="cpu", dtype=y.dtype)
+            for row, m in zip(rows, columns, strict=True):
+                row.append((y.T @ (m @ probe) + sign * m.T @ (y @ probe)).flatten())
+    return torch.stack([torch.cat(row) for row in rows]).double()
 
 
 def _blocks(x: Tensor, split: Split) -> list[Tensor]:
@@ -284,11 +284,11 @@ def _regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:
     return (solution / size).tolist(), float((flat - solution @ x).norm() / flat.norm().clamp(min=1e-30))
 
 
-def _closest(e: Evidence, moved: Tensor, updates: Iterable[tuple[Verdict, Tensor]]) -> Verdict:
+def _closest(e: Evidence, updates: Iterable[tuple[Verdict, Tensor]]) -> Verdict:
     """The verdict whose update explains the step best, with decay, scale and error."""
     best = Verdict("undecided", 1.0)
     for verdict, update in updates:
-        (decay, scale), error = _regress(moved, [e.before, update])
+        (decay, scale), error = _regress(e.moved, [e.before, update])
         if error < best.error:
             best = replace(verdict, error=error, decay=decay, scale=scale)
     return best

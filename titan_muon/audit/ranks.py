@@ -1,6 +1,5 @@
 """Pieces of tensors on the ranks, their digests, and exchanges between the ranks after the audited steps."""
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -86,16 +85,15 @@ class Meeting:
 
     def come(self, place: str) -> list[int]:
         """Wait for all ranks at a place. Returns those that do not come; without them each rank is on its own."""
-        deadline, missing = time.monotonic() + self.limit, list[int]()
-        if self.size > 1:
-            self._store.set(f"{place}/{self.rank}", "here")
-        for rank in range(self.size if self.size > 1 else 0):
-            try:
-                self._store.wait([f"{place}/{rank}"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-            except RuntimeError:
-                missing.append(rank)
-        self.rank, self.size = (0, 1) if missing else (self.rank, self.size)
-        return missing
+        if self.size == 1:
+            return []
+        places = [f"{place}/{rank}" for rank in range(self.size)]
+        self._store.set(places[self.rank], "here")
+        try:
+            self._store.wait(places, timedelta(seconds=self.limit))
+        except RuntimeError:
+            self.rank, self.size = 0, 1
+        return [rank for rank, key in enumerate(places) if self.size == 1 and not self._store.check([key])]
 
     def gather(self, to: int, value: Any) -> list[Any]:
         """The values of all ranks on rank `to`; empty elsewhere. All ranks must have come."""

@@ -39,19 +39,6 @@ RULES: Mapping[str, Callable[[float, float], float]] = {
     "0.2 sqrt(max(m, n))": lambda m, n: 0.2 * max(m, n) ** 0.5,
     "sqrt(m/n)": lambda m, n: (m / n) ** 0.5,
 }
-# Width, and text of a parameter's verdict, number of parameters in the role, and rule of the update's size.
-COLUMNS: Mapping[str, tuple[int, Callable[[Seen, Verdict, int, str | None], Any]]] = {
-    "role": (36, lambda s, v, count, rule: role_of(s.name)),
-    "count": (6, lambda s, v, count, rule: count),
-    "shape": (13, lambda s, v, count, rule: "x".join(map(str, s.shape))),
-    "optimizer": (14, lambda s, v, count, rule: s.optimizer or "-"),
-    "update": (11, lambda s, v, count, rule: v.kind),
-    "error": (8, lambda s, v, count, rule: f"{v.error:.4f}"),
-    "scale": (20, lambda s, v, count, rule: rule or f"{v.scale / s.lr:.3g}"),
-    "decay": (9, lambda s, v, count, rule: f"{v.decay / s.lr:.2g}"),
-    "momentum": (9, lambda s, v, *_: "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}"),
-    "blocks": (8, lambda s, v, *_: "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks)),
-}
 
 
 @dataclass(frozen=True)
@@ -83,8 +70,9 @@ class Report:
         return list(dict.fromkeys(f.code for f in self.findings if not f.allowed))
 
     def __str__(self) -> str:
-        rows = [{key: key for key in COLUMNS}, *self.table] if self.table else []
-        table = ["".join(str(row[k])[: n - 1].ljust(n) for k, (n, _) in COLUMNS.items()).rstrip() for row in rows]
+        rows = [[*self.table[0]], *([str(x) for x in row.values()] for row in self.table)] if self.table else []
+        sizes = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        table = ["".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip() for row in rows]
         undecided = [f"undecided: {names}: {reason}" for names, reason in self.undecided]
         count = sum(not f.allowed for f in self.findings)
         last = f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"
@@ -114,7 +102,7 @@ def is_muon(seen: Seen) -> bool:
 
 
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
-             classes: Sequence[str], allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
+             allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
     used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer}
     seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
@@ -122,7 +110,7 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
         _ranks(name, {rank: part[name] for rank, part in enumerate(everyone) if name in part}, found)
     drifted = [name for (code, _), names in found.items() if code == "replicas" for name in names]
     judged = {name: v for name, v in verdicts.items() if name in seen and name not in drifted}
-    _kinds(seen, judged, classes, found)
+    _kinds(seen, judged, found)
     rules = _scales(seen, judged, found)
     members, roles = defaultdict[str, list[str]](list), dict[Any, list[str]]()
     for name, s in seen.items():
@@ -143,9 +131,23 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
     rows = list[dict[str, Any]]()
     for names in roles.values():
         name = next((n for n in names if n in judged), names[0])
-        row = seen[name], judged.get(name, Verdict("not sampled")), len(names), rules.get(name)
-        rows.append({key: text(*row) for key, (_, text) in COLUMNS.items()})
+        rows.append(_row(seen[name], judged.get(name, Verdict("not sampled")), len(names), rules.get(name)))
     return Report(tuple(findings), tuple(undecided), tuple(rows), seconds)
+
+
+def _row(s: Seen, v: Verdict, count: int, rule: str | None) -> dict[str, Any]:
+    return {
+        "role": role_of(s.name),
+        "count": count,
+        "shape": "x".join(map(str, s.shape)),
+        "optimizer": s.optimizer or "-",
+        "update": v.kind,
+        "error": f"{v.error:.4f}",
+        "scale": rule or f"{v.scale / s.lr:.3g}",
+        "decay": f"{v.decay / s.lr:.2g}",
+        "momentum": "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}",
+        "blocks": "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks),
+    }
 
 
 def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
@@ -171,9 +173,9 @@ def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
             return
 
 
-def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Sequence[str], found: Found) -> None:
+def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> None:
     """Find updates of another kind than the optimizer says."""
-    asked = any("muon" in c.lower() for c in classes) or any(is_muon(s) or "use_muon" in s.group for s in seen.values())
+    asked = any("muon" in s.optimizer.lower() or {"use_muon", "ns_steps"} & s.group.keys() for s in seen.values())
     none = asked and not any(v.kind == "muon" for v in judged.values())
     if none and seen and not any(map(is_hidden, seen.values())):
         found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
@@ -201,13 +203,12 @@ def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Seq
 
 def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> dict[str, str]:
     """Rules of the update's size by name. Find those of a shard, or of exchanged rows and columns."""
-    groups, rules = defaultdict[Any, dict[str, tuple[int, int, float]]](dict), dict[str, str]()
+    groups, rules = defaultdict[str, dict[str, tuple[int, int, float]]](dict), dict[str, str]()
     for name, v in judged.items():
         s = seen[name]
         plain = v.kind == "muon" and v.error < 2 * FITS and not v.wrong and v.blocks == WHOLE
         if plain and s.optimizer and len(s.shape) == 2:
-            rows, cols = s.shape[::-1] if s.module == "Conv1D" else s.shape
-            groups[s.optimizer, s.number][name] = rows, cols, v.scale / s.lr
+            groups[s.optimizer][name] = *s.shape, v.scale / s.lr
     for members in groups.values():
         views: dict[str, Any] = {"": lambda m, n: (m, n), "exchanged rows and columns": lambda m, n: (n, m)}
         for r, c in seen[next(iter(members))].shards:

@@ -35,12 +35,7 @@ class Audit:
     """
 
     def __init__(
-        self,
-        *models: nn.Module,
-        steps: int = 4,
-        memory: float = 2**31,
-        limit: float = 60.0,
-        allow: Iterable[str] = (),
+        self, *models: nn.Module, steps: int = 4, memory: float = 2**31, limit: float = 60.0, allow: Iterable[str] = ()
     ) -> None:
         self.models, self.steps, self.limit, self.allow, self._room = models, steps, limit, tuple(allow), memory
         self.report: Report | None = None
@@ -78,19 +73,18 @@ class Audit:
         modules, rows, early = list(modules), [], set(before)
         inner = {child for module in modules for child in module.children()}
         for root in (module for module in modules if module not in inner):
-            for prefix, module in root.named_modules():
-                for name, p in module.named_parameters(recurse=False):
-                    full = WRAPPERS.sub("", f".{prefix}.{name}").strip(".")
-                    rows.append((p, full, type(module).__name__, type(root).__name__ == "DistributedDataParallel"))
+            for name, p in root.named_parameters():
+                owner = type(root.get_submodule(name.rpartition(".")[0])).__name__
+                rows.append((p, WRAPPERS.sub("", f".{name}").strip("."), owner))
         for row in sorted(rows, key=lambda row: row[0] not in early):
             self._watch(*row)
 
-    def _watch(self, p: Tensor, name: str, module: str = "", replicated: bool = False) -> None:
+    def _watch(self, p: Tensor, name: str, module: str = "") -> None:
         if p in self._seen or p.is_meta or not p.requires_grad:
             return
         while any(name == s.name for s in self._seen.values()):
             name += "'"
-        seen, room = Seen(name, module, tuple(p.shape), p.dtype, replicated or isinstance(p, DTensor)), self._room
+        seen, room = Seen(name, module, tuple(p.shape), p.dtype, isinstance(p, DTensor)), self._room
         sampled = any(s.sampled and (role_of(s.name), s.shape) == (role_of(name), p.shape) for s in self._seen.values())
         self._seen[p] = seen
         if sampled or not (p.is_leaf and p.is_floating_point()):
@@ -130,12 +124,12 @@ class Audit:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        groups = [(i, g, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
+        rows = [(p, group, True) for group in optimizer.param_groups for p in group["params"]]
         if self._outer not in (None, optimizer):
             # Of an optimizer made of optimizers, the inner ones have states and current hyperparameters.
-            for number, group, p in groups:
+            for p, group, _ in rows:
                 if p in self._seen and self._seen[p].groups and self._counts[self._outer] <= self.steps:
-                    self._describe(p, optimizer, number, group)
+                    self._describe(p, optimizer, group)
             return
         self._outer, begin = optimizer, time.perf_counter()
         self._adopt(optimizer)
@@ -149,10 +143,11 @@ class Audit:
             count = self._counts[optimizer] = self._counts[optimizer] + 1
             if optimizer is next(iter(self._stepped)):
                 taken = {p for o in self._counts for group in o.param_groups for p in group["params"]}
-                groups += [(-1, optimizer.param_groups[0], p) for p in self._seen if p not in taken]
-            for number, group, p in groups:
+                rows += [(p, optimizer.param_groups[0], False) for p in self._seen if p not in taken]
+            for p, group, owned in rows:
                 if p in self._seen and self._weigh(p) and count <= self.steps:
-                    self._describe(p, optimizer, number, group, begin=True)
+                    self._begin(p)
+                    self._describe(p, optimizer, group, owned)
             if min(self._counts[o] for o in self._stepped) > self.steps or count > 2 * self.steps:
                 self.finish()
         self._seconds += time.perf_counter() - begin
@@ -173,20 +168,21 @@ class Audit:
             seen.tensors["after"] = local(p).clone()
         return True
 
-    def _describe(
-        self, p: Tensor, optimizer: Optimizer, number: int, group: Mapping[str, Any], begin: bool = False
-    ) -> None:
-        """Record the hyperparameters of a step that begins or has begun, and the states before the first one."""
+    def _begin(self, p: Tensor) -> None:
+        """Record the gradient of a step."""
         seen = self._seen[p]
-        if begin:
-            seen.gradient |= seen.passes > 0 or (p.grad is not None and bool(local(p.grad).any()))
-            seen.passes = 0
-            sizes = p.device_mesh.shape if isinstance(p, DTensor) else (rank_and_size()[1],)
-            seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
-            if seen.sampled and p.grad is not None and not p.grad.is_sparse:
-                seen.tensors["gradient", len(seen.groups)] = local(p.grad).float().clone()
-            seen.groups.append({})
-        seen.optimizer, seen.number = type(optimizer).__name__ if number >= 0 else "", number
+        seen.gradient |= seen.passes > 0 or (p.grad is not None and bool(local(p.grad).any()))
+        sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
+        seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
+        if seen.sampled and p.grad is not None and not p.grad.is_sparse:
+            seen.tensors["gradient", len(seen.groups)] = local(p.grad).float().clone()
+        seen.passes = 0
+        seen.groups.append({})
+
+    def _describe(self, p: Tensor, optimizer: Optimizer, group: Mapping[str, Any], owned: bool = True) -> None:
+        """Record the hyperparameters of a step, and the states before the first one."""
+        seen = self._seen[p]
+        seen.optimizer = type(optimizer).__name__ if owned else ""
         values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
         seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
         for key, state in optimizer.state.get(p, {}).items() if seen.sampled and len(seen.groups) == 1 else ():
@@ -234,9 +230,9 @@ class Audit:
             if missing:
                 ranks = f"rank {', '.join(map(str, missing))}"
                 found["", f"did not come to the comparison within {self.limit:g} s"].append(ranks)
-            classes, seconds = [type(o).__name__ for o in self._counts], self._seconds + time.perf_counter() - begin
+            seconds = self._seconds + time.perf_counter() - begin
             every = {name: verdict for part in judged for name, verdict in part.items()}
-            self.report = conclude(everyone, every, found, classes, self.allow, seconds)
+            self.report = conclude(everyone, every, found, self.allow, seconds)
         self._seen = {p: replace(s, tensors={}) for p, s in self._seen.items()}
         self.report = meeting.tell(self.report)
 
