@@ -254,23 +254,16 @@ def _spectral(update: Tensor, direction: Tensor, split: Split) -> tuple[float, f
     """Scale of an update, the misfit of its singular values, and whether Newton-Schulz ran twice on the direction."""
     found, curves = list[Tensor](), [list[Tensor]() for _ in range(3)]
     for d, m in zip(_blocks(update, split), _blocks(direction, split), strict=True):
-        f, s = (_singular_values(x) for x in (d, m))
+        f, s = (torch.linalg.svdvals(x).double() for x in (d, m))
         once = _newton_schulz(s)
         found.append(f)
         for curve, values in zip(curves, (torch.ones_like(s), once, _newton_schulz(once)), strict=True):
-            curve.append(values.sort().values)
+            curve.append(values.sort(descending=True).values)
     flat, once_, twice = (_regress(torch.cat(found), [torch.cat(curve)]) for curve in curves)
     best = min(flat, once_, key=lambda fit: fit[1])
     again = twice[1] < min(FITS, best[1] / 3)
     (scale,), bent = twice if again else best
     return math.copysign(scale, float((update * direction).sum())), bent, again
-
-
-def _singular_values(x: Tensor) -> Tensor:
-    """From eigenvalues of the smaller Gram matrix, which take less time."""
-    x = x if x.shape[0] > x.shape[1] else x.T
-    x = x.double() if x.shape[1] <= 512 else x
-    return torch.linalg.eigvalsh(x.T @ x).clamp(min=0).sqrt().double()
 
 
 def _regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:

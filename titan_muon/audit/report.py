@@ -95,12 +95,6 @@ def is_hidden(seen: Seen) -> bool:
     return matrix and not is_embedding(seen) and not SMALL.search(seen.name)
 
 
-def is_muon(seen: Seen) -> bool:
-    """Whether its group or optimizer says that Muon trains it."""
-    says = "ns_steps" in seen.group or "muon" in seen.optimizer.lower()
-    return is_hidden(seen) and bool(seen.group.get("use_muon", says))
-
-
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
              allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
@@ -181,7 +175,8 @@ def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found
         found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
     for name, v in judged.items():
         s = seen[name]
-        muon = is_hidden(s) and (is_muon(s) or none)
+        says = "ns_steps" in s.group or "muon" in s.optimizer.lower()
+        muon = is_hidden(s) and (none or bool(s.group.get("use_muon", says)))
         if v.undecided:
             found["", v.undecided].append(name)
         elif v.kind == "sgd" and muon and s.optimizer != "SGD":

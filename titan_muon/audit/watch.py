@@ -41,7 +41,7 @@ class Audit:
         self.report: Report | None = None
         self.meeting: Meeting
         self._outer: Optimizer | None = None
-        self._table: Table | None = None
+        self._table: Table = {}
         self._seconds, self._passes = 0.0, 0
         # Steps of each optimizer, and all backward passes before its last step.
         self._counts: dict[Optimizer, int] = {}
@@ -127,7 +127,7 @@ class Audit:
         rows = [(p, group, True) for group in optimizer.param_groups for p in group["params"]]
         if self._outer not in (None, optimizer):
             # Of an optimizer made of optimizers, the inner ones have states and current hyperparameters.
-            for p, group, _ in rows:
+            for p, group, _owned in rows:
                 if p in self._seen and self._seen[p].groups and self._counts[self._outer] <= self.steps:
                     self._describe(p, optimizer, group)
             return
@@ -138,8 +138,8 @@ class Audit:
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if self._passes > self._stepped.get(optimizer, 0) or (self._passes == 0 and any(rates)):
             self._stepped[optimizer] = self._passes
-            if self._table is None and self._loaded:
-                self._table = self._digests()
+            if self._loaded:
+                self._table = self._table or self._digests()
             count = self._counts[optimizer] = self._counts[optimizer] + 1
             if optimizer is next(iter(self._stepped)):
                 taken = {p for o in self._counts for group in o.param_groups for p in group["params"]}
@@ -224,7 +224,7 @@ class Audit:
             pieces = [piece for piece in meeting.gather(index % meeting.size, sampled.pop(name, None)) if piece]
             if pieces and (evidence := _evidence(pieces[0][1], pieces)) is not None:
                 verdicts[name] = judge(evidence)
-        judged, tables = meeting.gather(0, verdicts), meeting.gather(0, self._table or {})
+        judged, tables = meeting.gather(0, verdicts), meeting.gather(0, self._table)
         if meeting.rank == 0:
             found = differences(self._loaded, tables)
             if missing:
