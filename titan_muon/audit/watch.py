@@ -113,7 +113,7 @@ class Audit:
     def _adopt(self, optimizer: Optimizer) -> None:
         """Watch an optimizer's parameters, with the names of live modules, until its first step."""
         if self._counts.setdefault(optimizer, 0) == 0:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = [p for p, _ in _rows(optimizer)]
             if any(p not in self._seen for p in params):
                 gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
                 self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
@@ -122,17 +122,30 @@ class Audit:
                 for name, p in zip(names, group["params"], strict=True):
                     self._watch(p, name)
 
-    @torch.no_grad()
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        rows = [(p, group, True) for group in optimizer.param_groups for p in group["params"]]
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Record a step of the outer optimizer before it starts, or after its closure, which has the backward pass."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._outer not in (None, optimizer):
             # Of an optimizer made of optimizers, the inner ones have states and current hyperparameters.
-            for p, group, _owned in rows:
+            for p, group in _rows(optimizer):
                 if p in self._seen and self._seen[p].groups and self._counts[self._outer] <= self.steps:
                     self._describe(p, optimizer, group)
-            return
-        self._outer, begin = optimizer, time.perf_counter()
+            return None
+        self._outer = optimizer
         self._adopt(optimizer)
+        if closure is None:
+            return self._step(optimizer)
+
+        def record_after() -> Any:
+            loss = closure()
+            self._step(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": record_after}
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer) -> None:
+        begin = time.perf_counter()
         # Without a new backward pass, DeepSpeed steps once for each group, and torch.distributed's
         # get_optimizer_state_dict with a rate of 0, to make states.
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
@@ -141,13 +154,13 @@ class Audit:
             if self._loaded:
                 self._table = self._table or self._digests()
             count = self._counts[optimizer] = self._counts[optimizer] + 1
+            rows, taken = _rows(optimizer), {p for o in self._counts for p, _ in _rows(o)}
             if optimizer is next(iter(self._stepped)):
-                taken = {p for o in self._counts for group in o.param_groups for p in group["params"]}
-                rows += [(p, optimizer.param_groups[0], False) for p in self._seen if p not in taken]
-            for p, group, owned in rows:
+                rows += [(p, optimizer.param_groups[0]) for p in self._seen if p not in taken]
+            for p, group in rows:
                 if p in self._seen and self._weigh(p) and count <= self.steps:
                     self._begin(p)
-                    self._describe(p, optimizer, group, owned)
+                    self._describe(p, optimizer if p in taken else None, group)
             if min(self._counts[o] for o in self._stepped) > self.steps or count > 2 * self.steps:
                 self.finish()
         self._seconds += time.perf_counter() - begin
@@ -179,14 +192,19 @@ class Audit:
         seen.passes = 0
         seen.groups.append({})
 
-    def _describe(self, p: Tensor, optimizer: Optimizer, group: Mapping[str, Any], owned: bool = True) -> None:
+    def _describe(self, p: Tensor, optimizer: Optimizer | None, group: Mapping[str, Any]) -> None:
         """Record the hyperparameters of a step, and the states before the first one."""
         seen = self._seen[p]
-        seen.optimizer = type(optimizer).__name__ if owned else ""
+        seen.optimizer = "" if optimizer is None else type(optimizer).__name__
         values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
         seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
-        for key, state in optimizer.state.get(p, {}).items() if seen.sampled and len(seen.groups) == 1 else ():
-            if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
+        for key, state in optimizer.state.get(p, {}).items() if optimizer is not None else ():
+            if (
+                seen.sampled
+                and len(seen.groups) == 1
+                and isinstance(state, Tensor)
+                and (state.shape == p.shape or key == "step")
+            ):
                 seen.tensors["start", key] = local(state).float().clone()
 
     @torch.no_grad()
@@ -235,6 +253,10 @@ class Audit:
             self.report = conclude(everyone, every, found, self.allow, seconds)
         self._seen = {p: replace(s, tensors={}) for p, s in self._seen.items()}
         self.report = meeting.tell(self.report)
+
+
+def _rows(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    return [(p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _evidence(seen: Seen, pieces: list[tuple[list[Tensor], Seen]]) -> Evidence | None:
