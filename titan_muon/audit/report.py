@@ -112,8 +112,8 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
         roles.setdefault((role_of(name), s.shape, s.optimizer), []).append(name)
 
     def names_of(names: Sequence[str]) -> str:
-        found_roles = [members.get(role, list(names)) for role in dict.fromkeys(map(role_of, names))]
-        listed = [f"{role_of(m[0])} ({len(m)})" if len(m) > 1 else m[0] for m in found_roles]
+        named = [members[role] for role in members if any(role_of(name) == role for name in names)]
+        listed = [f"{role_of(m[0])} ({len(m)})" if len(m) > 1 else m[0] for m in named or [names]]
         return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
 
     def allowed(code: str, names: Sequence[str]) -> bool:
