@@ -98,7 +98,7 @@ def is_hidden(seen: Seen) -> bool:
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
              allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
-    used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer}
+    used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer or s.undecided}
     seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
     for name in seen:
         _ranks(name, {rank: part[name] for rank, part in enumerate(everyone) if name in part}, found)

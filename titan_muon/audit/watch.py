@@ -171,7 +171,9 @@ class Audit:
     def _weigh(self, p: Tensor) -> bool:
         """Record a weight, once before each step. False if this rank has no known piece of it."""
         seen = self._seen[p]
-        if len(seen.digests) > len(seen.groups) or (dims := held(p)) is None:
+        if p.shape != seen.shape:
+            seen.undecided = "its shape changed, as under ZeRO-3, which empties parameters between their uses"
+        if p.shape != seen.shape or len(seen.digests) > len(seen.groups) or (dims := held(p)) is None:
             return False
         seen.place, value, *_ = digest(p, dims)
         seen.digests.append(value)
@@ -233,8 +235,12 @@ class Audit:
                 self._weigh(p)
         meeting = self.meeting = Meeting(self.limit)
         missing = meeting.come("finish")
-        sampled = {s.name: (held(p), s) for p, s in self._seen.items() if s.sampled and s.digests}
-        everyone = meeting.gather(0, {s.name: replace(s, tensors={}) for s in self._seen.values() if s.digests})
+        sampled = {
+            s.name: (held(p), s) for p, s in self._seen.items() if s.digests and s.sampled and p.shape == s.shape
+        }
+        everyone = meeting.gather(
+            0, {s.name: replace(s, tensors={}) for s in self._seen.values() if s.digests or s.undecided}
+        )
         names = sorted({name for part in everyone for name, s in part.items() if s.sampled})
         verdicts = dict[str, Verdict]()
         for index, name in enumerate(meeting.tell(names)):
@@ -265,6 +271,7 @@ def _evidence(seen: Seen, pieces: list[tuple[list[Tensor], Seen]]) -> Evidence |
     Of a stack of matrices, the one with the largest last gradient stands for all. A convolution is one matrix.
     """
     keys = [key for key in seen.tensors if key != ("start", "step") and all(key in s.tensors for _, s in pieces)]
+    keys = [key for key in keys if all(s.tensors[key].shape == tuple(map(len, dims)) for dims, s in pieces)]
     full = {key: whole(seen.shape, [(dims, s.tensors[key]) for dims, s in pieces]) for key in keys}
     tensors = {key: x.flatten(1) if x.ndim > 3 else x for key, x in full.items() if x is not None}
     if len(seen.shape) == 3:
