@@ -113,7 +113,7 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
 
     def names_of(names: Sequence[str]) -> str:
         named = [members[role] for role in members if any(role_of(name) == role for name in names)]
-        listed = [f"{role_of(m[0])} ({len(m)})" if len(m) > 1 else m[0] for m in named or [names]]
+        listed = [f"{role_of(m[0])} ({len(m)})" if len(m) > 1 else m[0] for m in named or [list(names)]]
         return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
 
     def allowed(code: str, names: Sequence[str]) -> bool:
