@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print({"--version": __version__, "recipes": names}.get(verb, USAGE))
         return 0
     if verb == "audit":
-        from .audit.command import main as audit
+        from .audit.__main__ import main as audit
 
         return audit(words)
     if verb not in COMMANDS:

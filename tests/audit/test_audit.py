@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,9 @@ def weights_after(rank: int, size: int, audit: bool) -> list[torch.Tensor]:
     run = Run(1, rank, size, "")
     model = run.net() if size == 1 else sharded(run)
     optimizer = TinyMuon(groups(model)) if size == 1 else Hybrid(model, lr=0.01, weight_decay=0.1)
-    watched = Audit()
+    with Audit() if audit else nullcontext() as watched:
+        run.train(model, optimizer, steps=20)
     if audit:
-        watched.open()
-    run.train(model, optimizer, steps=20)
-    if audit:
-        watched.close()
-        assert watched.report is not None
         assert watched.report.codes == []
     return [p.to_local() if size > 1 else p.detach() for p in model.parameters()]
 
@@ -125,13 +122,12 @@ def test_hooks_are_gone_after_the_audited_steps() -> None:
 def uneven(rank: int, size: int) -> str:
     """Rank 1 never steps the audited optimizer, as where a rank has no parameter of it."""
     audit = Audit(limit=1.0)
-    audit.open()
     run = Run(0, rank, 1, "")
     model = run.net()
     optimizer = TinyMuon(groups(model))
     if rank == 0:
-        run.train(model, optimizer)
-        audit.close()
+        with audit:
+            run.train(model, optimizer)
     return str(audit.report)
 
 
@@ -140,12 +136,10 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit() -> None:
 
 
 def test_matrices_over_the_memory_limit_are_named() -> None:
-    audit = Audit(memory=50_000)
-    audit.open()
-    with torch.device("meta"):
-        kept = nn.Linear(24, 24)  # A model without storage, as scripts keep one to count parameters.
-    plain(Run(0, 0, 1, ""))
-    audit.close()
+    with Audit(memory=50_000) as audit:
+        with torch.device("meta"):
+            kept = nn.Linear(24, 24)  # A model without storage, as scripts keep one to count parameters.
+        plain(Run(0, 0, 1, ""))
     assert kept.weight.is_meta
     assert ("larger than the memory limit of the audit") in str(audit.report)
 
@@ -178,6 +172,6 @@ def test_the_audit_needs_torch_alone() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert eval(output) == [
-        "titan_muon", "titan_muon.audit", "titan_muon.audit.judge", "titan_muon.audit.ranks", "titan_muon.audit.report",
-        "titan_muon.audit.watch",
+        "titan_muon", "titan_muon.audit", "titan_muon.audit.checkpoints", "titan_muon.audit.judge",
+        "titan_muon.audit.ranks", "titan_muon.audit.report", "titan_muon.audit.watch",
     ]  # fmt: skip

@@ -113,6 +113,9 @@ class TinyMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or (self.bug == "still" and p.ndim == 2 and p.shape[0] != p.shape[1]):
@@ -262,6 +265,19 @@ def right_schedules(run: Run) -> None:
 def right_compile(run: Run) -> None:
     model = run.net()
     run.train(torch.compile(model, backend="aot_eager"), TinyMuon(groups(model)))
+
+
+def right_closure(run: Run) -> None:
+    """The backward pass is inside of the step, as in Lightning."""
+    model = run.net()
+    optimizer = TinyMuon(groups(model), run.bug)
+
+    def closure(step: int) -> None:
+        optimizer.zero_grad()
+        model(batch(run.seed, step)).backward()
+
+    for step in range(STEPS):
+        optimizer.step(lambda step=step: closure(step))
 
 
 def right_ddp(run: Run) -> None:
@@ -581,6 +597,8 @@ KINDS = (
     Kind("parameter without optimizer", 1, "nobody", nobody),
     Kind("replicas drift", 2, "replicas", drift),
     Kind("flat buffers, no Newton-Schulz", 1, "sgd", flat_buffers, "sgd"),
+    Kind("backward in a closure", 1, "", right_closure),
+    Kind("no Newton-Schulz, closure", 1, "sgd", right_closure, "sgd"),
 )
 
 
@@ -600,15 +618,11 @@ def _reports(run: Run, kind: Kind) -> Iterator[Report]:
     parts: Any = iter([None])
     started = False
     while True:
-        audit = Audit(limit=30.0)
-        audit.open()
-        try:
+        with Audit(limit=30.0) as audit:
             if not started:
                 result = kind.train(run)
                 parts, started = result if hasattr(result, "__next__") else iter(()), True
             going = next(parts, "end") != "end"
-        finally:
-            audit.close()
         assert audit.report is not None
         yield audit.report
         if not going:

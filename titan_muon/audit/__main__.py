@@ -1,8 +1,55 @@
-"""Runs a training script under an audit: `python -m titan_muon.audit script.py`."""
+"""The command `titan-muon audit`: runs a training script unchanged and says what its optimizer steps did.
 
+Also `python -m titan_muon.audit`, for torchrun.
+"""
+
+import argparse
+import functools
+import json
+import runpy
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-from .command import main
+from .report import REMEDIES
+from .watch import Audit
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a training script and say what its optimizer steps did. Returns its exit code, or 1 with findings."""
+    parser = argparse.ArgumentParser("titan-muon audit", description=main.__doc__)
+    parser.add_argument("--steps", type=int, default=4, help="audited steps of each optimizer, at least 2 (4)")
+    parser.add_argument("--memory", type=float, default=2.0, help="GiB of gradients that a rank may keep (2)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a rank waits for the others (60)")
+    parser.add_argument("--json", type=Path, help="file for findings and table")
+    parser.add_argument("--allow", action="append", default=[], metavar="CODE[:NAMES]", help="do not count findings")
+    parser.add_argument("-m", action="store_true", dest="module", help="the script is a module")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    if options.steps < 2:
+        parser.error("--steps: momentum shows in at least 2 steps")
+    if unknown := [code for a in options.allow if (code := a.partition(":")[0]) not in REMEDIES]:
+        parser.error(f"--allow: {unknown[0]} is not one of {', '.join(REMEDIES)}")
+    sys.argv, sys.path[0] = [options.script, *options.args], "" if options.module else str(Path(options.script).parent)
+    run, code = functools.partial(runpy.run_module, alter_sys=True) if options.module else runpy.run_path, None
+    audit = Audit(steps=options.steps, memory=options.memory * 2**30, limit=options.limit, allow=options.allow)
+    with audit:
+        try:
+            # The script's objects live on, because threads of DDP may still use them.
+            _namespace = run(options.script, run_name="__main__")
+        except SystemExit as done:
+            code = done.code
+    assert audit.report is not None
+    if audit.meeting.rank == 0:
+        print(audit.report, file=sys.stderr, flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(asdict(audit.report), indent=1))
+    # A launcher ends all ranks with the first one that fails.
+    audit.meeting.come("end")
+    return int(bool(audit.report.codes)) if code in (None, 0) else code if isinstance(code, int) else 1
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,13 +3,14 @@
 Muon's step is `before - after = decay * before + U f(S) V'`, with `M = U S V'` a weighted sum of gradients. For D, the
 change without the decay, `D' M` and `D M'` are then symmetric. Antisymmetric parts are linear in the weights of the
 gradients, so a small quadratic form has the misfit of any momentum, from products with a few random vectors. Singular
-values are computed once, for the best sum: a flat f is Newton-Schulz, and an f proportional to S is SGD.
+values are computed once, of D and of the best sum: a flat f is Newton-Schulz, and an f proportional to S is SGD.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +22,6 @@ PROBES = 32
 MOMENTA = tuple(i / 100 for i in range(100))
 Split = tuple[int, int]
 WHOLE: Split = (1, 1)
-Coefficients = Sequence[tuple[float, float, float]]
-QUINTIC: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
-# Amsel et al., arXiv:2505.16932, the first four steps, and the last one again.
-POLAR_EXPRESS: Coefficients = (
-    (8.2872, -23.5959, 17.3004),
-    (4.1071, -2.9478, 0.5448),
-    (3.9487, -2.9089, 0.5518),
-    (3.3184, -2.4885, 0.5100),
-    (2.3007, -1.6689, 0.4188),
-)
 
 
 @dataclass
@@ -47,7 +38,6 @@ class Seen:
     replicated: bool
     sampled: bool = False
     optimizer: str = ""
-    number: int = 0
     place: str = ""
     gradient: bool = False
     passes: int = 0
@@ -62,32 +52,50 @@ class Seen:
         return self.groups[-1] if self.groups else {}
 
     @property
-    def momentum(self) -> float | None:
-        """The momentum that the group states."""
-        values = (self.group.get(key) for key in ("momentum", "mu", "momentum_beta", "muon_momentum", "beta"))
-        return next((float(value) for value in values if isinstance(value, float | int)), None)
+    def lr(self) -> float:
+        """The learning rate; 1 where the group states none, or 0."""
+        return float(self.group.get("lr", 0.0)) or 1.0
+
+    @property
+    def decay(self) -> float:
+        return float(self.group.get("weight_decay") or 0.0)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whole float32 tensors on the CPU: gradients with the numbers of their steps, and states at the first step."""
+    """Whole float32 tensors on the CPU.
+
+    `gradients` have the numbers of their steps, and before them the momentum at the first step has -1; `start` has
+    Adam's states at the first step.
+    """
 
     before: Tensor
     after: Tensor
     gradients: Sequence[tuple[int, Tensor]]
     seen: Seen
-    start: Mapping[str, Tensor] = field(default_factory=dict)
+    start: Mapping[str, Tensor]
+
+    @property
+    def moved(self) -> Tensor:
+        return self.before - self.after
 
     @property
     def columns(self) -> list[Tensor]:
-        """Tensors whose sum a step may orthogonalize: gradients, the weight, and momenta at the first step."""
-        momenta = [x for name, x in self.start.items() if "sq" not in name and x.shape == self.before.shape and x.any()]
-        return [*(g for _, g in self.gradients), self.before, *momenta]
+        """Tensors whose sum a step may orthogonalize."""
+        return [*(gradient for _, gradient in self.gradients), self.before]
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes of the last step."""
+        return sum(step == len(self.seen.groups) - 1 for step, _ in self.gradients)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Explanation of a step. `wrong` has codes with evidence, and `undecided` the reason without an explanation."""
+    """Explanation of a step. `wrong` has codes with evidence, and `undecided` the reason without an explanation.
+
+    `weights`: of the gradients, and last of the weight, in the sum that was orthogonalized.
+    """
 
     kind: str
     error: float = 0.0
@@ -99,26 +107,7 @@ class Verdict:
     blocks: Split = WHOLE
     wrong: tuple[tuple[str, str], ...] = ()
     undecided: str = ""
-
-
-class Claim(NamedTuple):
-    """Weights of the gradients, and of the weight itself, in a sum that the step may have orthogonalized."""
-
-    weights: list[float]
-    momentum: float
-    nesterov: bool
-    code: str = ""
-    text: str = ""
-    own: float = 0.0
-
-
-class Fit(NamedTuple):
-    """Relative antisymmetric part for a claim, all weights, and the decay with its uncertainty."""
-
-    misfit: float
-    weights: Tensor
-    decay: float
-    noise: float
+    weights: tuple[float, ...] = ()
 
 
 def judge(e: Evidence) -> Verdict:
@@ -127,191 +116,154 @@ def judge(e: Evidence) -> Verdict:
     if not moved.any():
         return Verdict("still", undecided="the last audited step had not come when the audit ended")
     rounding = 0.3 * torch.finfo(e.seen.dtype).eps * float(e.before.norm() / moved.norm())
-    if rounding > 0.5 or not any(bool(g.any()) for _, g in e.gradients):
+    if rounding > 0.5 or not any(bool(g.any()) for step, g in e.gradients if step >= 0):
         reason = "the step is smaller than the rounding of the weights" if rounding > 0.5 else "no gradient was seen"
         return Verdict("undecided", undecided=reason)
-    if (adam := _adam(e, moved)).error < LINEAR + rounding:
+    if (adam := _closest(e, _adam(e))).error < LINEAR + rounding:
         return adam
     weights, error = _regress(moved, e.columns)
     if error < LINEAR + rounding and moved.numel() > 8 * len(weights):
         return Verdict("sgd", error, scale=max(map(abs, weights)))
     if moved.ndim != 2 or min(moved.shape) < 2:
         return Verdict("undecided", error, undecided="neither Adam nor SGD explains the step")
-    return _muon(e, moved, FITS + rounding)
+    return _muon(e, FITS + rounding)
 
 
-def _muon(e: Evidence, moved: Tensor, fits: float) -> Verdict:
-    form, blocks = _Form(e, moved), WHOLE
-    best = min(_stated(e), key=lambda claim: form.fit(claim).misfit)
-    fit = form.fit(best)
-    other = min(_others(e, best), key=lambda claim: form.fit(claim).misfit, default=best)
-    if form.fit(other).misfit < min(DIFFERS * fit.misfit, 2 * fits):
-        best, fit = other, form.fit(other)
-    for split in _splits(e) if fit.misfit > 0.3 * fits else ():
-        if (apart := _Form(e, moved, split).fit(best)).misfit < min(DIFFERS * fit.misfit, 2 * fits):
-            fit, blocks = apart, split
-    columns = zip(fit.weights.tolist(), e.columns, strict=True)
-    direction = sum((weight * column for weight, column in columns), torch.zeros_like(moved))
-    verdict = _spectral(moved - fit.decay * e.before, direction, blocks)
-    if verdict.error > fits and (passes := _each_pass(e, moved)).error < DIFFERS * verdict.error:
-        return passes
-    wrong = [*verdict.wrong, *([(best.code, best.text)] if best.code else [])]
-    if blocks in e.seen.shards:
-        wrong.append(("per-shard", f"Newton-Schulz ran on each of {math.prod(blocks)} shards, not on the whole matrix"))
-    error = max(fit.misfit, verdict.error)
+def _muon(e: Evidence, fits: float) -> Verdict:
+    form, (rows, cols), counts = _Form(e), e.before.shape, (2, 3, 4, 8, 16)
+    tried = [form.fit(claim) for claim in _claims(e)]
+    best = min((verdict for verdict in tried if not verdict.wrong), key=lambda verdict: verdict.error)
+    other = min(tried, key=lambda verdict: verdict.error)
+    if other.error < min(DIFFERS * best.error, 2 * fits):
+        best = other
+    splits = dict.fromkeys([*e.seen.shards, *((n, 1) for n in counts), *((1, n) for n in counts)])
+    for r, c in splits if best.error > 0.3 * fits else ():
+        if rows % r == cols % c == 0 and rows > r and cols > c:
+            apart = _Form(e, (r, c)).fit(best)
+            if apart.error < min(DIFFERS * best.error, 2 * fits):
+                best = replace(apart, blocks=(r, c))
+    columns = zip(best.weights, e.columns, strict=True)
+    direction = sum((weight * column for weight, column in columns), torch.zeros_like(e.before))
+    if best.error > 0.3 * fits and e.passes > 1 and min(rows, cols) <= 2048:
+        once, each = (_closest(e, updates) for updates in ([(best, _newton_schulz(direction))], _each_pass(e)))
+        if each.error < DIFFERS * once.error:
+            return replace(each, scale=each.scale * e.passes)
+    scale, bent, twice = _spectral(e.moved - best.decay * e.before, direction, best.blocks)
+    # The singular values of other coefficients differ by 0.25.
+    wrong, error = list(best.wrong), math.hypot(best.error, max(0.0, bent - 0.25))
+    if twice:
+        wrong.append(("twice", "Newton-Schulz ran twice, or with twice the steps"))
+    if best.blocks in e.seen.shards:
+        count = math.prod(best.blocks)
+        wrong.append(("per-shard", f"Newton-Schulz ran on each of {count} shards, not on the whole matrix"))
     if error > VARIANT:
         reason = f"no sum of the seen gradients explains the step (error {error:.2f})"
         return Verdict("undecided", error, undecided=reason)
-    return Verdict(
-        "muon", error, best.momentum, best.nesterov, fit.decay, fit.noise, verdict.scale, blocks, tuple(wrong)
-    )
+    return replace(best, error=error, scale=scale, wrong=tuple(wrong))
 
 
-def _weights(
-    e: Evidence, momentum: float | None, nesterov: bool, average: bool = False, raw: bool = False
-) -> list[float]:
+def stated_momentum(group: Mapping[str, Any]) -> float | None:
+    """The momentum that a group states."""
+    values = (group.get(key) for key in ("momentum", "mu", "momentum_beta", "muon_momentum", "beta"))
+    return next((float(value) for value in values if isinstance(value, float | int)), None)
+
+
+def _weights(e: Evidence, momentum: float | None, nesterov: bool, kind: str) -> Tensor:
     """Weights of the gradients in the direction of the last step. `momentum`: in place of those that the groups state.
 
-    `average`: the momentum gives gradients the weight 1 - momentum. `raw`: it advances in each backward pass.
+    Of `kind` "average", momentum gives gradients the weight 1 - momentum. "micro-momentum" advances in each pass.
     """
-    momenta = [replace(e.seen, groups=[g]).momentum if momentum is None else momentum for g in e.seen.groups]
-    steps, later, weights = [step for step, _ in e.gradients], 1.0, list[float]()
-    for i in reversed(range(len(steps))):
-        if i + 1 < len(steps) and (raw or steps[i + 1] != steps[i]):
-            later *= momenta[steps[i + 1]] or 0.0
-        own = 1 - (momenta[steps[i]] or 0.0) if average else 1.0
-        newest = steps[i] == len(momenta) - 1 and (not raw or i + 1 == len(steps))
-        weights.append(later * own * (momenta[-1] or 0.0) + own * newest if nesterov else later * own)
-    return weights[::-1]
+    momenta = [stated_momentum(g) or 0.0 if momentum is None else momentum for g in e.seen.groups]
+    buffer = newest = torch.zeros(len(e.gradients), dtype=torch.float64, device="cpu")
+    units, before = torch.eye(len(e.gradients), dtype=torch.float64, device="cpu"), -1
+    for unit, (step, _) in zip(units, e.gradients, strict=True):
+        m, advances = momenta[step], step > before or kind == "micro-momentum"
+        own = (1 - m) * unit if kind == "average" and step >= 0 else unit
+        buffer, newest = (m * buffer + own, own) if advances else (buffer + own, newest + own)
+        before = step
+    return momenta[-1] * buffer + newest if nesterov else buffer
 
 
-def _stated(e: Evidence) -> Iterator[Claim]:
-    """Sums by the hyperparameters of the groups, or by usual ones where a group states none."""
-    stated, said = e.seen.momentum, e.seen.group.get("nesterov")
-    for nesterov in (True, False) if said is None else (bool(said),):
-        for value in MOMENTA if stated is None else (None,):
-            for average in (False, True):
-                weights = _weights(e, value, nesterov, average)
-                yield Claim(weights, (stated or 0.0) if value is None else value, nesterov)
-
-
-def _others(e: Evidence, plain: Claim) -> Iterator[Claim]:
-    """Sums by other hyperparameters than the stated ones."""
-    group, stated, last = e.seen.group, e.seen.momentum, len(e.seen.groups) - 1
-    m, said = plain.momentum if stated is None else None, group.get("nesterov")
-    passes, decay = sum(step == last for step, _ in e.gradients), float(group.get("weight_decay") or 0.0)
-    if said is not None:
-        text = f"nesterov is {not said}, and the group says {bool(said)}"
-        yield Claim(_weights(e, m, not said), plain.momentum, not said, "nesterov", text)
-    for nesterov in (True, False):
-        if decay:
-            weights, text = _weights(e, m, nesterov), "weight decay is added to the gradient before Newton-Schulz"
-            yield Claim(weights, plain.momentum, nesterov, "coupled-decay", text, decay * sum(weights) / passes)
-        if passes > 1:
-            text = f"momentum advances in each of {passes} backward passes of a step"
-            yield Claim(_weights(e, m, nesterov, raw=True), plain.momentum, nesterov, "micro-momentum", text)
-    for value in MOMENTA if stated is not None and len({str(g.get("momentum")) for g in e.seen.groups}) == 1 else ():
-        if abs(value - (stated or 0.0)) > 0.02:
-            text = f"momentum is {value:.2g}, and the group says {stated:g}"
-            yield Claim(_weights(e, value, plain.nesterov), value, plain.nesterov, "momentum", text)
+def _claims(e: Evidence) -> Iterator[Verdict]:
+    """Sums by the hyperparameters that groups state, or by any where they state none, with one fault or without."""
+    stated, said = stated_momentum(e.seen.group), e.seen.group.get("nesterov")
+    constant = len({stated_momentum(group) for group in e.seen.groups}) == 1
+    passes, texts = max(1, e.passes), dict[str, str]()
+    if e.seen.decay:
+        texts["coupled-decay"] = "weight decay is added to the gradient before Newton-Schulz"
+    if passes > 1:
+        texts["micro-momentum"] = f"momentum advances in each of {passes} backward passes of a step"
+    values = MOMENTA if stated is None else (None, *(m for m in MOMENTA if constant and abs(m - stated) > 0.02))
+    for value, nesterov, kind in product(values, (True, False), ("", "average", *texts)):
+        wrong = [(kind, texts[kind])] if kind in texts else []
+        if stated is not None and value is not None:
+            wrong.append(("momentum", f"momentum is {value:.2g}, and the group says {stated:g}"))
+        if said is not None and nesterov != bool(said) and kind not in texts:
+            wrong.append(("nesterov", f"nesterov is {nesterov}, and the group says {bool(said)}"))
+        if len(wrong) < 2:
+            weights, momentum = _weights(e, value, nesterov, kind).tolist(), stated if value is None else value
+            own = e.seen.decay * sum(weights) / passes if kind == "coupled-decay" else 0.0
+            yield Verdict("muon", 0.0, momentum, nesterov, wrong=tuple(wrong), weights=(*weights, own))
 
 
 class _Form:
     """Misfit of claims about a matrix, whole or in blocks, as quadratic forms of the weights."""
 
-    def __init__(self, e: Evidence, moved: Tensor, split: Split = WHOLE) -> None:
-        columns, draw = e.columns, torch.Generator().manual_seed(0)
-        self._free = list(range(len(e.gradients) + 1, len(columns)))
-        rows = [[list[Tensor]() for _ in columns] for _ in range(3)]
-        for d, w, *blocks in zip(*(_blocks(x, split) for x in (moved, e.before, *columns)), strict=True):
-            for x, y, sides in ((d, w, blocks), (d.T, w.T, [m.T for m in blocks])):
-                probe = torch.randn(x.shape[1], min(PROBES, x.shape[1]), generator=draw, device="cpu", dtype=x.dtype)
-                xp, yp = x @ probe, y @ probe
-                for i, (m, mp) in enumerate((m, m @ probe) for m in sides):
-                    rows[0][i].append((x.T @ mp - m.T @ xp).flatten())
-                    rows[1][i].append((y.T @ mp - m.T @ yp).flatten())
-                    rows[2][i].append((x.T @ mp + m.T @ xp).flatten())
-        moves, own, even = (torch.stack([torch.cat(parts) for parts in row]).double() for row in rows)
+    def __init__(self, e: Evidence, split: Split = WHOLE) -> None:
+        moves, own, even = (_products(x, e, split, sign) for x, sign in ((e.moved, -1), (e.before, -1), (e.moved, 1)))
         self._moves, self._mixed, self._own, self._even = moves @ moves.T, moves @ own.T, own @ own.T, even @ even.T
         self._length = moves.shape[1]
 
-    def fit(self, claim: Claim) -> Fit:
-        """The decay, and the weights of the optimizer's states at the first step, with the smallest misfit."""
-        decay, free = 0.0, self._free
-        weights = torch.tensor([*claim.weights, claim.own, *[0.0] * len(free)], dtype=torch.float64, device="cpu")
-        for _ in range(4 if free else 1):
-            form = self._moves - decay * (self._mixed + self._mixed.T) + decay**2 * self._own
-            if free:
-                weights[free] = 0
-                inner = form[free][:, free]
-                inner = inner + 1e-12 * inner.trace() * torch.eye(len(free), dtype=inner.dtype, device="cpu")
-                weights[free] = torch.linalg.solve(inner, -(form @ weights)[free])
-            own = max(float(weights @ self._own @ weights), 1e-300)
-            decay = 0.0 if claim.own else float(weights @ self._mixed @ weights) / own
-        form = self._moves - decay * (self._mixed + self._mixed.T) + decay**2 * self._own
-        odd, even = max(float(weights @ form @ weights), 0.0), float(weights @ self._even @ weights)
-        return Fit(math.sqrt(odd / max(odd + even, 1e-300)), weights, decay, math.sqrt(odd / own / self._length))
+    def fit(self, claim: Verdict) -> Verdict:
+        """The claim with the decay of the smallest misfit, and with its relative antisymmetric part as the error."""
+        w = torch.tensor(claim.weights, dtype=torch.float64, device="cpu")
+        own, mixed = max(float(w @ self._own @ w), 1e-300), float(w @ self._mixed @ w)
+        decay = 0.0 if claim.weights[-1] else mixed / own
+        odd = max(float(w @ self._moves @ w) - 2 * decay * mixed + decay**2 * own, 0.0)
+        total = max(odd + float(w @ self._even @ w), 1e-300)
+        return replace(claim, error=math.sqrt(odd / total), decay=decay, noise=math.sqrt(odd / own / self._length))
 
 
-def _splits(e: Evidence) -> list[Split]:
-    (rows, cols), counts = e.before.shape, (2, 3, 4, 8, 16)
-    splits = dict.fromkeys([*e.seen.shards, *((n, 1) for n in counts), *((1, n) for n in counts)])
-    return [(r, c) for r, c in splits if r * c > 1 and rows % r == cols % c == 0 and rows > r and cols > c]
+def _products(x: Tensor, e: Evidence, split: Split, sign: int) -> Tensor:
+    """`x' m + sign m' x` and `x m' + sign m x'` of each column m, times random vectors, one row a column."""
+    rows, draw = [list[Tensor]() for _ in e.columns], torch.Generator().manual_seed(0)
+    for block, *others in zip(*(_blocks(matrix, split) for matrix in (x, *e.columns)), strict=True):
+        for y, columns in ((block, others), (block.T, [m.T for m in others])):
+            probe = torch.randn(y.shape[1], min(PROBES, y.shape[1]), generator=draw, device="cpu", dtype=y.dtype)
+            for row, m in zip(rows, columns, strict=True):
+                row.append((y.T @ (m @ probe) + sign * m.T @ (y @ probe)).flatten())
+    return torch.stack([torch.cat(row) for row in rows]).double()
 
 
 def _blocks(x: Tensor, split: Split) -> list[Tensor]:
     return [block for row in x.chunk(split[0], 0) for block in row.chunk(split[1], 1)]
 
 
-def _decomposed(direction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All singular values in ascending order, and left and right vectors of those above 3 % of the largest one.
-
-    From eigenvectors of the smaller Gram matrix. Smaller values are noise in bfloat16 and in the Gram matrix.
-    """
-    if direction.shape[0] < direction.shape[1]:
-        s, v, u = _decomposed(direction.T)
-        return s, u, v
-    x = direction.double() if direction.shape[1] <= 512 else direction
-    squares, vectors = torch.linalg.eigh(x.T @ x)
-    s, kept = squares.clamp(min=0).sqrt(), squares > max(1e-3 * float(squares[-1]), 1e-30)
-    return s.double(), ((x @ vectors[:, kept]) / s[kept]).to(direction.dtype), vectors[:, kept].to(direction.dtype)
-
-
-def _newton_schulz(x: Tensor, coefficients: Coefficients) -> Tensor:
-    """Newton-Schulz of a matrix, or of a vector of singular values."""
+def _newton_schulz(x: Tensor) -> Tensor:
+    """Newton-Schulz with Muon's usual coefficients, of a matrix, or of a vector of singular values."""
     if x.ndim == 2 and x.shape[0] > x.shape[1]:
-        return _newton_schulz(x.T, coefficients).T
-    x = x / x.norm().clamp(min=1e-30)
-    for a, b, c in coefficients:
-        gram = x @ x.T if x.ndim == 2 else x * x
-        x = a * x + ((b * gram + c * gram @ gram) @ x if x.ndim == 2 else (b * gram + c * gram * gram) * x)
+        return _newton_schulz(x.T).T
+    times, x = torch.mul if x.ndim == 1 else torch.matmul, x / x.norm().clamp(min=1e-30)
+    for _ in range(5):
+        gram = times(x, x.t())
+        x = 3.4445 * x + times(-4.7750 * gram + 2.0315 * times(gram, gram), x)
     return x
 
 
-def _spectral(update: Tensor, direction: Tensor, split: Split) -> Verdict:
-    """Error and scale of an update along the singular vectors of a direction."""
-    found, curves, off, total = list[Tensor](), dict[tuple[int, int], list[Tensor]](), 0.0, 0.0
+def _spectral(update: Tensor, direction: Tensor, split: Split) -> tuple[float, float, bool]:
+    """Scale of an update, the misfit of its singular values, and whether Newton-Schulz ran twice on the direction."""
+    found, curves = list[Tensor](), [list[Tensor]() for _ in range(3)]
     for d, m in zip(_blocks(update, split), _blocks(direction, split), strict=True):
-        s, u, v = _decomposed(m)
-        left, right = u.T @ d, d @ v
-        f = (left.T * v).sum(0)
-        off += float((left - f[:, None] * v.T).norm()) ** 2 + float((right - u * f).norm()) ** 2
-        total += float(left.norm()) ** 2 + float(right.norm()) ** 2
-        found.append(f.double())
-        curves.setdefault((1, 0), []).append(torch.ones_like(found[-1]))
-        for number, coefficients in enumerate((QUINTIC, POLAR_EXPRESS), start=1):
-            curve = s
-            for times in (1, 2):
-                curve = _newton_schulz(curve, coefficients)
-                curves.setdefault((times, number), []).append(curve[len(s) - len(f) :])
-    fits = {key: _regress(torch.cat(found), [torch.cat(parts)]) for key, parts in curves.items()}
-    once, twice = (min((fits[key] for key in fits if key[0] == times), key=lambda fit: fit[1]) for times in (1, 2))
-    again = twice[1] < min(FITS, once[1] / 3)
-    (scale, *_), bent = twice if again else once
-    wrong = (("twice", "Newton-Schulz ran twice, or with twice the steps"),) if again else ()
-    # The singular values of other coefficients differ by as much.
-    error = math.hypot(math.sqrt(off / max(total, 1e-300)), max(0.0, bent - 0.25))
-    return Verdict("muon", error, scale=scale, wrong=wrong)
+        f, s = (torch.linalg.svdvals(x).double() for x in (d, m))
+        once = _newton_schulz(s)
+        found.append(f)
+        for curve, values in zip(curves, (torch.ones_like(s), once, _newton_schulz(once)), strict=True):
+            curve.append(values.sort(descending=True).values)
+    flat, once_, twice = (_regress(torch.cat(found), [torch.cat(curve)]) for curve in curves)
+    best = min(flat, once_, key=lambda fit: fit[1])
+    again = twice[1] < min(FITS, best[1] / 3)
+    (scale,), bent = twice if again else best
+    return math.copysign(scale, float((update * direction).sum())), bent, again
 
 
 def _regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:
@@ -325,35 +277,37 @@ def _regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:
     return (solution / size).tolist(), float((flat - solution @ x).norm() / flat.norm().clamp(min=1e-30))
 
 
-def _adam(e: Evidence, moved: Tensor) -> Verdict:
-    """The step as AdamW's, with the stated betas or usual ones."""
-    best, stated, steps = Verdict("adam", 1.0), e.seen.group.get("betas"), len(e.seen.groups)
+def _closest(e: Evidence, updates: Iterable[tuple[Verdict, Tensor]]) -> Verdict:
+    """The verdict whose update explains the step best, with decay, scale and error."""
+    best = Verdict("undecided", 1.0)
+    for verdict, update in updates:
+        (decay, scale), error = _regress(e.moved, [e.before, update])
+        if error < best.error:
+            best = replace(verdict, error=error, decay=decay, scale=scale)
+    return best
+
+
+def _adam(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
+    """Updates of AdamW, with the stated betas or usual ones."""
+    stated, steps = e.seen.group.get("betas"), len(e.seen.groups)
     for b1, b2 in [tuple(stated)] if stated else [(0.9, 0.999), (0.9, 0.95), (0.95, 0.95), (0.8, 0.95)]:
-        mean, square = (e.start.get(name, torch.zeros_like(moved)) for name in ("exp_avg", "exp_avg_sq"))
+        mean, square = (e.start.get(name, torch.zeros_like(e.before)) for name in ("exp_avg", "exp_avg_sq"))
         for i in range(steps):
-            gradient = sum((g for step, g in e.gradients if step == i), torch.zeros_like(moved))
+            gradient = sum((g for step, g in e.gradients if step == i), torch.zeros_like(e.before))
             mean, square = b1 * mean + (1 - b1) * gradient, b2 * square + (1 - b2) * gradient**2
         age = steps + float(e.start["step"].max() if "step" in e.start else 0)
         root = (square / (1 - b2**age)).sqrt() + float(e.seen.group.get("eps", 1e-8))
-        (decay, scale), error = _regress(moved, [e.before, mean / (1 - b1**age) / root])
-        if error < best.error:
-            best = Verdict("adam", error, momentum=b1, decay=decay, scale=scale)
-    return best
+        yield Verdict("adam", momentum=b1), mean / (1 - b1**age) / root
 
 
-def _each_pass(e: Evidence, moved: Tensor) -> Verdict:
-    """The step as a sum of Newton-Schulz of every backward pass."""
-    last, best = len(e.seen.groups) - 1, Verdict("muon", 1.0)
-    count, memory = sum(step == last for step, _ in e.gradients), 0.95 if e.seen.momentum is None else e.seen.momentum
-    text = f"Newton-Schulz ran in each of {count} backward passes of a step, and the results were added"
-    for m, nesterov in (
-        ((0.0, False), (memory, False), (memory, True)) if count > 1 and min(moved.shape) <= 2048 else ()
-    ):
-        buffer, total = torch.zeros_like(moved), torch.zeros_like(moved)
+def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
+    """Sums of Newton-Schulz of every backward pass of the last step."""
+    stated, last = stated_momentum(e.seen.group), len(e.seen.groups) - 1
+    memory = 0.95 if stated is None else stated
+    text = f"Newton-Schulz ran in each of {e.passes} backward passes of a step, and the results were added"
+    for m, nesterov in ((0.0, False), (memory, False), (memory, True)):
+        buffer, total = torch.zeros_like(e.before), torch.zeros_like(e.before)
         for step, g in e.gradients:
             buffer = m * buffer + g
-            total += _newton_schulz(g + m * buffer if nesterov else buffer, QUINTIC) if step == last else 0
-        (decay, scale), error = _regress(moved, [e.before, total])
-        if error < best.error:
-            best = Verdict("muon", error, m, nesterov, decay, 0.0, scale * count, wrong=(("per-micro-batch", text),))
-    return best
+            total += _newton_schulz(g + m * buffer if nesterov else buffer) if step == last else 0
+        yield Verdict("muon", momentum=m, nesterov=nesterov, wrong=(("per-micro-batch", text),)), total

@@ -3,14 +3,14 @@
 import fnmatch
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .checkpoints import Found
 from .judge import FITS, WHOLE, Seen, Verdict
-from .ranks import Found
 
 REMEDIES: Mapping[str, str] = {
     "sgd": "look for the call of Newton-Schulz, and for the condition that skips it",
@@ -70,24 +70,13 @@ class Report:
         return list(dict.fromkeys(f.code for f in self.findings if not f.allowed))
 
     def __str__(self) -> str:
-        sizes = {
-            "role": 36,
-            "count": 6,
-            "shape": 13,
-            "optimizer": 14,
-            "update": 11,
-            "error": 8,
-            "scale": 20,
-            "decay": 9,
-            "momentum": 9,
-        }
-        rows = [dict(zip(sizes, sizes, strict=True)) | {"blocks": "blocks"}, *self.table] if self.table else []
-        lines = ["".join(str(row[k])[: n - 1].ljust(n) for k, n in sizes.items()) + row["blocks"] for row in rows]
+        rows = [[*self.table[0]], *([str(x) for x in row.values()] for row in self.table)] if self.table else []
+        sizes = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        table = ["".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip() for row in rows]
+        undecided = [f"undecided: {names}: {reason}" for names, reason in self.undecided]
         count = sum(not f.allowed for f in self.findings)
-        lines += [f"undecided: {names}: {reason}" for names, reason in self.undecided]
-        return "\n".join(
-            [*lines, *map(str, self.findings), f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"]
-        )
+        last = f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"
+        return "\n".join([*table, *undecided, *map(str, self.findings), last])
 
 
 def role_of(name: str) -> str:
@@ -106,38 +95,25 @@ def is_hidden(seen: Seen) -> bool:
     return matrix and not is_embedding(seen) and not SMALL.search(seen.name)
 
 
-def is_muon(seen: Seen) -> bool:
-    """Whether its group or optimizer says that Muon trains it."""
-    says = "ns_steps" in seen.group or "muon" in seen.optimizer.lower()
-    return is_hidden(seen) and bool(seen.group.get("use_muon", says))
-
-
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
-             classes: Sequence[str], allow: Sequence[str], seconds: float) -> Report:  # fmt: skip
+             allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
-    used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer}
+    used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer or s.undecided}
     seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
-    for name, s in seen.items():
-        parts = {rank: part[name] for rank, part in enumerate(everyone) if name in part}
-        _ranks(name, parts, found)
-        if s.undecided:
-            found["", s.undecided].append(name)
-        moved = len(s.digests) < 2 or any(len(set(part.digests)) > 1 for part in parts.values())
-        if any(part.gradient for part in parts.values()) and not moved:
-            code = "still" if s.optimizer else "nobody"
-            rounded = s.dtype != torch.float32 and len(s.shape) < 2
-            found["" if rounded else code, "has a gradient and does not move"].append(name)
+    for name in seen:
+        _ranks(name, {rank: part[name] for rank, part in enumerate(everyone) if name in part}, found)
     drifted = [name for (code, _), names in found.items() if code == "replicas" for name in names]
     judged = {name: v for name, v in verdicts.items() if name in seen and name not in drifted}
-    _kinds(seen, judged, classes, found)
+    _kinds(seen, judged, found)
     rules = _scales(seen, judged, found)
+    members, roles = defaultdict[str, list[str]](list), dict[Any, list[str]]()
+    for name, s in seen.items():
+        members[role_of(name)].append(name)
+        roles.setdefault((role_of(name), s.shape, s.optimizer), []).append(name)
 
     def names_of(names: Sequence[str]) -> str:
-        roles = {
-            role: [n for n in seen if role_of(n) == role]
-            for role in dict.fromkeys(role_of(n) for n in [*seen, *names] if n in names)
-        }
-        listed = [f"{role} ({len(all_)})" if len(all_) > 1 else (all_ or names)[0] for role, all_ in roles.items()]
+        named = [members[role] for role in members if any(role_of(name) == role for name in names)]
+        listed = [f"{role_of(m[0])} ({len(m)})" if len(m) > 1 else m[0] for m in named or [list(names)]]
         return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
 
     def allowed(code: str, names: Sequence[str]) -> bool:
@@ -146,58 +122,66 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
 
     findings = [Finding(c, names_of(names), e, allowed(c, names)) for (c, e), names in found.items() if c]
     undecided = [(names_of(names), evidence) for (code, evidence), names in found.items() if not code]
-    rows = dict[Any, str]()
-    for name, s in seen.items():
-        role = role_of(name), s.shape, s.optimizer
-        rows[role] = rows[role] if rows.get(role) in judged else name
-    table = tuple(_row(seen, name, judged.get(name, Verdict("not sampled")), rules) for name in rows.values())
-    return Report(tuple(findings), tuple(undecided), table, seconds)
+    rows = list[dict[str, Any]]()
+    for names in roles.values():
+        name = next((n for n in names if n in judged), names[0])
+        rows.append(_row(seen[name], judged.get(name, Verdict("not sampled")), len(names), rules.get(name)))
+    return Report(tuple(findings), tuple(undecided), tuple(rows), seconds)
 
 
-def _row(seen: Mapping[str, Seen], name: str, v: Verdict, rules: Mapping[str, str]) -> dict[str, Any]:
-    s = seen[name]
-    lr = float(s.group.get("lr", 0.0)) or 1.0
-    row = {
-        "role": role_of(name),
-        "count": sum((role_of(n), o.shape) == (role_of(name), s.shape) for n, o in seen.items()),
+def _row(s: Seen, v: Verdict, count: int, rule: str | None) -> dict[str, Any]:
+    return {
+        "role": role_of(s.name),
+        "count": count,
+        "shape": "x".join(map(str, s.shape)),
+        "optimizer": s.optimizer or "-",
+        "update": v.kind,
+        "error": f"{v.error:.4f}",
+        "scale": rule or f"{v.scale / s.lr:.3g}",
+        "decay": f"{v.decay / s.lr:.2g}",
+        "momentum": "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}",
+        "blocks": "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks),
     }
-    row |= {"shape": "x".join(map(str, s.shape)), "optimizer": s.optimizer or "-", "update": v.kind}
-    row |= {"error": f"{v.error:.4f}", "scale": rules.get(name, f"{v.scale / lr:.3g}"), "decay": f"{v.decay / lr:.2g}"}
-    row["momentum"] = "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}"
-    return row | {"blocks": "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks)}
 
 
 def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
-    """Find pieces of one place that are not equal on all ranks."""
+    """Find pieces of one place that are not equal on all ranks, and parameters that do not move on any."""
+    s = next(iter(parts.values()))
+    if s.undecided:
+        found["", s.undecided].append(name)
+    moved = len(s.digests) < 2 or any(len(set(part.digests)) > 1 for part in parts.values())
+    if any(part.gradient for part in parts.values()) and not moved:
+        rounded = s.dtype != torch.float32 and len(s.shape) < 2
+        code = "" if rounded else "still" if s.optimizer else "nobody"
+        found[code, "has a gradient and does not move"].append(name)
     for place in dict.fromkeys(part.place for part in parts.values()):
         held = {rank: part.digests for rank, part in parts.items() if part.place == place}
-        steps = range(min(map(len, held.values())))
-        unequal = next((i for i in steps if len({digests[i] for digests in held.values()}) > 1), None)
-        if unequal == 0 and not next(iter(parts.values())).replicated:
-            found["", "other values on each rank from the start: pieces of one matrix, or unequal replicas"].append(
-                name
-            )
-        elif unequal is not None:
-            values = [digests[unequal] for digests in held.values()]
-            odd = [str(r) for r, digests in held.items() if digests[unequal] != max(values, key=values.count)]
-            found["replicas", f"rank {', '.join(odd)} has other values before step {unequal + 1}"].append(name)
+        steps = zip(*held.values(), strict=False)
+        step, values = next(((i, v) for i, v in enumerate(steps, start=1) if len(set(v)) > 1), (0, ()))
+        if step == 1 and not s.replicated:
+            text = "other values on each rank from the start: pieces of one matrix, or unequal replicas"
+            found["", text].append(name)
+        elif step:
+            odd = [str(r) for r, value in zip(held, values, strict=True) if value != max(values, key=values.count)]
+            found["replicas", f"rank {', '.join(odd)} has other values before step {step}"].append(name)
             return
 
 
-def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Sequence[str], found: Found) -> None:
+def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> None:
     """Find updates of another kind than the optimizer says."""
-    asked = any("muon" in c.lower() for c in classes) or any(is_muon(s) or "use_muon" in s.group for s in seen.values())
-    hidden, none = [n for n, s in seen.items() if is_hidden(s)], not any(v.kind == "muon" for v in judged.values())
-    if asked and none and seen and not hidden:
+    asked = any("muon" in s.optimizer.lower() or {"use_muon", "ns_steps"} & s.group.keys() for s in seen.values())
+    none = asked and not any(v.kind == "muon" for v in judged.values())
+    if none and seen and not any(map(is_hidden, seen.values())):
         found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
     for name, v in judged.items():
         s = seen[name]
-        lr, stated = float(s.group.get("lr", 0.0)), float(s.group.get("weight_decay") or 0.0)
+        says = "ns_steps" in s.group or "muon" in s.optimizer.lower()
+        muon = is_hidden(s) and (none or bool(s.group.get("use_muon", says)))
         if v.undecided:
             found["", v.undecided].append(name)
-        elif v.kind == "sgd" and is_hidden(s) and s.optimizer != "SGD" and (is_muon(s) or (asked and none)):
+        elif v.kind == "sgd" and muon and s.optimizer != "SGD":
             found["sgd", "the step is a sum of gradients: Newton-Schulz never ran"].append(name)
-        elif v.kind == "adam" and is_hidden(s) and (is_muon(s) or (asked and none)):
+        elif v.kind == "adam" and muon:
             found["inactive", "Adam trains it in place of Muon"].append(name)
         elif v.kind == "muon":
             for wrong in v.wrong:
@@ -206,37 +190,33 @@ def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], classes: Seq
                 found["embedding", "an embedding or output head is orthogonalized"].append(name)
             if v.error > 2 * FITS:
                 found["", f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})"].append(name)
-            room = 0.1 * lr * stated + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
-            if s.optimizer and not v.wrong and min(abs(v.decay - lr * stated), abs(v.decay - stated)) > room:
-                size = f"{v.decay / lr:.2g}" if abs(v.decay) > 0.1 * lr * stated else "missing"
-                found["decay", f"the group says weight_decay {stated:g}, and it is {size}"].append(name)
+            room = 0.1 * s.lr * s.decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
+            if s.optimizer and not v.wrong and min(abs(v.decay - s.lr * s.decay), abs(v.decay - s.decay)) > room:
+                size = f"{v.decay / s.lr:.2g}" if abs(v.decay) > 0.1 * s.lr * s.decay else "missing"
+                found["decay", f"the group says weight_decay {s.decay:g}, and it is {size}"].append(name)
 
 
 def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> dict[str, str]:
     """Rules of the update's size by name. Find those of a shard, or of exchanged rows and columns."""
-    groups, rules = defaultdict[Any, dict[str, tuple[int, int, float]]](dict), dict[str, str]()
+    groups, rules = defaultdict[str, dict[str, tuple[int, int, float]]](dict), dict[str, str]()
     for name, v in judged.items():
         s = seen[name]
-        if (
-            v.kind == "muon"
-            and v.error < 2 * FITS
-            and not v.wrong
-            and v.blocks == WHOLE
-            and s.optimizer
-            and len(s.shape) == 2
-        ):
-            rows, cols = s.shape[::-1] if s.module == "Conv1D" else s.shape
-            groups[s.optimizer, s.number][name] = rows, cols, v.scale / (float(s.group.get("lr", 0.0)) or 1.0)
+        plain = v.kind == "muon" and v.error < 2 * FITS and not v.wrong and v.blocks == WHOLE
+        if plain and s.optimizer and len(s.shape) == 2:
+            groups[s.optimizer][name] = *s.shape, v.scale / s.lr
     for members in groups.values():
-        wrong: list[Any] = [("exchanged rows and columns", lambda m, n, f=f: f(n, m)) for f in RULES.values()]
+        views: dict[str, Any] = {"": lambda m, n: (m, n), "exchanged rows and columns": lambda m, n: (n, m)}
         for r, c in seen[next(iter(members))].shards:
-            wrong += [(f"a shard of {r * c}", lambda m, n, r=r, c=c, f=f: f(m / r, n / c)) for f in RULES.values()]
-        right, bad = (
-            [t for t, f in rules_ if all(abs(size / f(m, n) - 1) < 0.08 for m, n, size in members.values())]
-            for rules_ in (RULES.items(), wrong)
-        )
-        if right:
-            rules |= dict.fromkeys(members, right[0])
-        elif bad:
-            found["scale", f"the size of the update is that of {bad[0]}"] += list(members)
+            views[f"one of {r} x {c} shards"] = lambda m, n, r=r, c=c: (m / r, n / c)
+        fitting = [
+            (view, rule)
+            for view, side in views.items()
+            for rule, size_of in RULES.items()
+            if all(abs(size / size_of(*side(m, n)) - 1) < 0.08 for m, n, size in members.values())
+        ]
+        view, rule = next(iter(fitting), ("", ""))
+        if view:
+            found["scale", f"the size of the update is that of {view}"] += list(members)
+        elif rule:
+            rules |= dict.fromkeys(members, rule)
     return rules
