@@ -16,12 +16,17 @@ class FolderLock(ExitStack):
     """Context of a lock, which ends with the context or the process."""
 
     def take(self, folder: str) -> None:
-        """Lock `folder`, in place of an earlier folder. Raises RecipeError if another job has the lock."""
+        """Lock `folder`, in place of an earlier folder.
+
+        Raises RecipeError if another job has the lock, and for a symbolic link in the folder.
+        """
         # Closing any file handle of the lock file releases a process's lock.
         self.close()
         path = Path(folder, LOCK_FILE)
-        if path.is_symlink():
-            raise RecipeError(f"{path} is a symbolic link, which a run never makes; remove it")
+        # In a shared folder a link of another user would lead what the run writes or deletes elsewhere.
+        for entry in sorted((*path.parent.iterdir(), *path.parent.glob("*/step-*"))):
+            if entry.is_symlink():
+                raise RecipeError(f"{entry} is a symbolic link, which a run never makes; remove it")
         opened = open(path, "a+", encoding="utf-8", opener=without_links)  # noqa: SIM115 (entered)
         file = self.enter_context(opened)
         try:

@@ -440,12 +440,17 @@ def test_nothing_in_a_run_folder_is_opened_through_a_link(tmp_path: Path) -> Non
         file = run.parent / name if name == "latest" else run / name
         file.unlink(missing_ok=True)
         file.symlink_to(victim)
-        if name == "running.lock":
-            with FolderLock() as lock, pytest.raises(RecipeError, match="is a symbolic link"):
+        if name != "latest":
+            with FolderLock() as lock, pytest.raises(RecipeError, match=f"{name} is a symbolic link"):
                 lock.take(str(run))
-        else:
+        if name != "running.lock":
             begin(opened, changed, tokenizer="{}")
         assert victim.read_text() == "untouched", name
+    for name in ("tb", "checkpoint/step-9"):
+        (run / name).symlink_to(tmp_path)
+        with FolderLock() as lock, pytest.raises(RecipeError, match=f"{name} is a symbolic link"):
+            lock.take(str(run))
+        (run / name).unlink()
     (run / "run.json").unlink()
     (run / "run.json").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic link"):
