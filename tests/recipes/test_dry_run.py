@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from titan_muon.trainer.commands import train
 from titan_muon.trainer.dry_run.compare import compare
 from titan_muon.trainer.dry_run.report import report
 from titan_muon.trainer.recipe import RecipeError
@@ -90,7 +90,7 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "problem"), REFUSED)
 def test_the_dry_run_refuses_the_recipes_that_training_refuses(words: str, problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
-        train.main(parse(["--config", "configs/qwen_moe_muon.toml", "--dry-run", *words.split()]))
+        train.train(parse(["--config", "configs/qwen_moe_muon.toml", "--dry-run", *words.split()]))
 
 
 def test_compare_lists_the_shortest_fitting_step_first(tmp_path: Path) -> None:

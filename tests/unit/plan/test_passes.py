@@ -21,7 +21,7 @@ from titan_muon.engine.layout.work import ElementKind, Elements, Traffic
 from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
-from titan_muon.planner import passes
+from titan_muon.planner.planner import passes_of
 
 SIDE = 256
 WRITES_ALONE = ("copy_", "_foreach_copy_", "fill_", "zero_")
@@ -123,5 +123,5 @@ def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: 
     sums = {2: Traffic(30, 1, 86, 1), 4: Traffic(32, 1, 84, 1)}
     monkeypatch.setattr(passes, "traffic", lambda size, state, wire, **_: sums[wire])
     kinds = tuple(ElementKind(4, wire, False) for wire in sums)
-    costs = {passes.passes_of(Elements(order), MuonOptions()) for order in (kinds, kinds[::-1])}
+    costs = {passes_of(Elements(order), MuonOptions()) for order in (kinds, kinds[::-1])}
     assert len(costs) == 1

@@ -15,7 +15,7 @@ from ..exchange.exchange import BufferPiece, StepMemory
 from ..faults.faults import Fault
 from ..faults.report import FlagList, Flags
 from ..layout.intervals import spans
-from ..orthogonalize import DTYPES, prepared
+from ..orthogonalize import DTYPES, frobenius_norms, prepared
 from ..program.program import batches
 from ..state.matrix_states import MatrixStates
 from .foreach import (
@@ -90,6 +90,10 @@ class Batch:
     dtype: torch.dtype
     iterate: Callable[..., Tensor]
     parts: tuple[BatchPart, ...]
+
+    def norms(self) -> Tensor:
+        """(count,) Frobenius norms of the matrices, for algorithms that change them before Newton-Schulz."""
+        return frobenius_norms(self.whole, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,9 @@ def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) ->
     if len(set(names)) == len(names):
         return names
     values = [{key: value for key, value in recipe.items() if key not in PLACE} for recipe in recipes]
-    groups = [[value for value, other in zip(values, names, strict=True) if other == name] for name in set(names)]
+    groups = [
+        [value for value, other in zip(values, names, strict=True) if other == name] for name in dict.fromkeys(names)
+    ]
     differing = [
         key
         for key in dict.fromkeys(chain(*values))

@@ -37,11 +37,8 @@ def hf_config(model: Any, name: str) -> dict[str, Any]:
     """Content of config.json for TorchTitan's configuration of a model of the family `name`."""
     first, last = model.layers[0], model.layers[-1]
     dense, moe, attention = first.feed_forward, last.moe, first.attention
-    eps = {
-        norm.eps
-        for norm in (model.norm, first.attention_norm, first.ffn_norm, getattr(attention, "qk_norm", None))
-        if norm
-    }
+    norms = (model.norm, first.attention_norm, first.ffn_norm, getattr(attention, "qk_norm", None))
+    eps = list(dict.fromkeys(norm.eps for norm in norms if norm))
     if len(eps) > 1:
         raise RecipeError(
             f"= {name!r} has norms with eps {eps}; Transformers has one for all of a model", key="model.name"
@@ -52,7 +49,7 @@ def hf_config(model: Any, name: str) -> dict[str, Any]:
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": attention.n_heads,
         "hidden_act": "silu",
-        "rms_norm_eps": eps.pop(),
+        "rms_norm_eps": eps[0],
         "tie_word_embeddings": model.enable_weight_tying,
         "attention_bias": False,
         "max_position_embeddings": getattr(attention.rope, "max_seq_len", None),
