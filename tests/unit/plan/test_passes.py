@@ -121,7 +121,7 @@ def test_counted_messages_equal_the_programs_messages(mesh: Mesh, rows: int, pla
 def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise ranks plan differently, because the order of dtypes differs between processes."""
     sums = {2: Traffic(30, 1, 86, 1), 4: Traffic(32, 1, 84, 1)}
-    monkeypatch.setattr(passes, "traffic", lambda size, state, wire, **_: sums[wire])
+    monkeypatch.setattr("titan_muon.planner.planner.traffic", lambda size, state, wire, **_: sums[wire])
     kinds = tuple(ElementKind(4, wire, False) for wire in sums)
     costs = {passes_of(Elements(order), MuonOptions()) for order in (kinds, kinds[::-1])}
     assert len(costs) == 1
