@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import models  # noqa: F401 (registers the families)
 from titan_muon.trainer.commands import train
 from titan_muon.trainer.dry_run.compare import compare
 from titan_muon.trainer.dry_run.report import report
