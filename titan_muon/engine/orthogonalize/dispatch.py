@@ -228,7 +228,8 @@ def with_margin(methods: Sequence[Method], steps: Coefficients) -> list[Method]:
     """The methods whose rounding keeps the steps from diverging. Raises OptionError if there are none."""
     safe = [method for method in methods if has_margin(steps, torch.finfo(DTYPES[method.dtype]).eps)]
     if not safe:
-        dtype = methods[0].dtype
+        # A remedy must help the most precise method.
+        dtype = min((method.dtype for method in methods), key=lambda name: torch.finfo(DTYPES[name]).eps)
         other = "choose a named set" if dtype == "float32" else "compute in float32 (ns_dtype) by 'standard'"
         raise OptionError(
             "ns_coefficients",

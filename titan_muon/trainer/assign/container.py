@@ -20,7 +20,7 @@ from titan_muon.assignment.table import parameter_table
 from titan_muon.engine.exchange.agreement import Agreement
 from titan_muon.engine.faults.equality import check_equal
 from titan_muon.engine.layout.types import Plan
-from titan_muon.engine.orthogonalize import iteration
+from titan_muon.engine.orthogonalize import Dispatch, iteration
 from titan_muon.engine.tensors.names import canonical_fqn
 from titan_muon.engine.tensors.storage import STEP
 from titan_muon.forecast.lines import plan_lines
@@ -206,8 +206,12 @@ def _check_muon_options(recipe: Recipe, of_rule: Mapping[str, Any], place: str) 
     if of_rule.keys().isdisjoint(("algorithm", "ns_coefficients", "ns_steps")):
         return
     table = {**vars(recipe.muon), **vars(recipe.muon.expert), **of_rule}
+    with as_recipe_errors():
+        dispatch = Dispatch(table["orthogonalize"], table["ns_dtype"])
     try:
-        iteration(table["ns_coefficients"], table["ns_steps"], table["eps"])
+        chosen = iteration(table["ns_coefficients"], table["ns_steps"], table["eps"])
+        # Raises for coefficients without a margin for rounding, which a matrix of any size has or lacks.
+        dispatch.choose(1, 1, chosen.steps)
         algorithm_of(options.MuonOptions(**{name: value for name, value in table.items() if name != "expert"}))
     except options.OptionError as error:
         raise RecipeError(error.problem, key=f"{place}.{error.option}") from error

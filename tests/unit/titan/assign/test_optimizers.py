@@ -64,6 +64,7 @@ def container(of: Recipe, *parts: nn.Module) -> HybridOptimizers:
     [
         ("algorithm", "normoun", "= 'normoun' is unknown; did you mean 'normuon'"),
         ("algorithm", ("normuon", "adamuon"), "take one of them"),
+        ("ns_coefficients", ((100.0, 2.0, 3.0),), "has no margin for rounding in float32"),
     ],
 )
 def test_an_option_of_a_rule_is_refused_at_its_place(option: str, value: object, problem: str) -> None:
