@@ -19,7 +19,6 @@ HEAD = """# Figures of GPUs
 `python -m benchmarks.gpu --page ROWS` writes this page from `gpu_calls.jsonl`, the rows of `make gpu`
 ([gpu.md](../gpu.md)). [h200_tables.md](h200_tables.md) has the figures of a former version of the benchmarks.
 """
-NOT_RUN = "\nNo GPU has run the four calls.\n"
 HIDDEN = ("call", "source", "measured", "kernels", "log")
 MOST_ROWS = 80
 Row = Mapping[str, Any]
@@ -69,7 +68,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def page(rows: Sequence[Row]) -> str:
     """The page of measured rows: a table for each measurement of a call."""
-    lines = [HEAD] if rows else [HEAD, NOT_RUN]
+    lines = [HEAD if rows else HEAD + "\nNo GPU has run the four calls.\n"]
     tables: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["call"]):
         tables.setdefault(f"Call {row['call']}: {row.get('measured', 'parts')}", []).append(row)

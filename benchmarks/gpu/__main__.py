@@ -33,16 +33,12 @@ from benchmarks.processes import run_within
 
 SECONDS = 440
 """Of a call. The end of its last part can take 20 s more, so that a call ends within 8 minutes."""
-LEAST_SECONDS = 5
-"""Shortest rest of a call in which a part starts."""
 PACKAGES = ("torchtitan", "triton", "gram-newton-schulz", "quack-kernels", "emerging-optimizers")
 PARITY_RANKS, PARITY_SECONDS, REHEARSED_ROWS = 4, 20.0, 8
 RATES = {"cuda": ("2e-3", "1e-3", "4e-3"), "cpu": ("2e-3",)}
 """Learning rates of the trainings, the likeliest best one first, because time may run out."""
 WAYS = ("muon", "adamw", "torch_muon")
 """Recipes of the trainings, with the first rate of all."""
-KEPT = ("step", "tokens", "seconds", "loss", "val_loss", "tokens_per_second", "memory_gib", "time")
-"""Columns of a record of train.py."""
 CORPUS = str(Path(torch.__file__).parent / "**/*.py")
 """45 MB of text that each machine with PyTorch has."""
 TINY = ("--model.flavor", "tiny_64", "--data.tokenizer", "bytes", "--data.vocab_size", "2048", "--training.steps", "4",
@@ -90,7 +86,7 @@ def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
             is_running = process.poll() is None
             records = [record for file in Path(folder).glob("*/*/metrics.jsonl") for record in read_rows(file)]
             for record in records[written:]:
-                rows.write(measured="training", **{key: record[key] for key in KEPT if key in record})
+                rows.write(measured="training", **record)
             written = len(records)
             time.sleep(0.5)
         if process.returncode:
@@ -144,10 +140,7 @@ def run_call(rows: Rows, options: argparse.Namespace) -> int:
     end, failed = time.monotonic() + options.seconds, False
     rows.write(part="environment", **environment(options.device))
     for part in parts_of(options.call, options.device):
-        most = min(part.seconds, int(end - time.monotonic()))
-        if most < LEAST_SECONDS:
-            rows.write(part=part.name, error="no time left in this call")
-            continue
+        most = max(0, min(part.seconds, int(end - time.monotonic())))
         words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --part".split()
         log, begin = options.out / "log", time.monotonic()
         command = (sys.executable, *words, part.name, "--out", str(options.out))

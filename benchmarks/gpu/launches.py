@@ -23,8 +23,6 @@ QUEUED = 3000
 """Launches behind a busy device, more than the launch queue takes."""
 BLOCKED = 1e-3
 """Seconds of a launch that waited for a place in the queue."""
-GRAPHS = (10, 1000)
-MACHINE = "machine.json"
 
 
 @contextmanager
@@ -82,7 +80,7 @@ def calibrate(rows: Rows, device: torch.device) -> None:
         machine = measured_machine([], device)
     rows.write(measured="rates", memory=machine["memory_bandwidth"], **machine["flops"])
     document = {**machine, "source": rows.common["source"]}
-    (rows.file.parent / MACHINE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (rows.file.parent / "machine.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def microseconds(make: Callable[[], Callable[[], object]], clock: Clock) -> dict[str, float]:
@@ -108,7 +106,7 @@ def launches(device: torch.device) -> Mapping[str, Callable[[], Callable[[], obj
         "foreach add_ of 100": lambda: partial(torch._foreach_add_, [empty() for _ in range(100)], 1),
         "empty Triton kernel": lambda: triton_kernel(empty()),
         "all-reduce, world 1": lambda: partial(dist.all_reduce, empty()),
-        **{f"graph of {nodes} nodes": partial(graph, empty(), nodes) for nodes in GRAPHS},
+        **{f"graph of {nodes} nodes": partial(graph, empty(), nodes) for nodes in (10, 1000)},
         "pinned copy of 4 kB": lambda: partial(
             torch.empty(1024, device=device).copy_,
             torch.zeros(1024, pin_memory=device.type == "cuda"),
