@@ -26,11 +26,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rows:
-    """Appends rows of JSON to a file. Each is on the disk before the next measurement.
-
-    Attributes:
-        common: columns of every row.
-    """
+    """Appends rows of JSON with `common` columns to a file. Each is on the disk before the next measurement."""
 
     file: Path
     common: Mapping[str, Any]
@@ -115,7 +111,7 @@ def shown(value: Any) -> str:
     """A cell."""
     if isinstance(value, list):
         return ", ".join(map(shown, value))
-    if value is None or isinstance(value, (str, bool)):
+    if value is None or isinstance(value, (str, bool, dict)):
         return "" if value is None else str(value).replace("|", "/").replace("\n", " ")
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 

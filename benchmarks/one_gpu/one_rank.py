@@ -362,7 +362,7 @@ def measure(name: str, rows: Rows, device: torch.device) -> None:
     """Rows of a world's slowest rank: the model, each kind of step, the host without work, and AdamW for the rest."""
     world, clock = read(name), Clock(device)
     torch.manual_seed(0)
-    common = {"world": name, "ranks": world.size, "rank": world.rank}
+    common = {"measured": "rank", "world": name, "ranks": world.size, "rank": world.rank}
     gpu = torch.cuda.get_device_name(device) if clock.is_gpu else ""
     with fake_world(world):
         rows.measure(lambda: modelled(plan_of(world), world.rank, gpu), **common, step="model")

@@ -218,6 +218,7 @@ def test_the_page_is_of_its_data_and_takes_measured_rows_alone(rows: Rows, tmp_p
     Rows(rows.file, {**rows.common, "source": "measured"}).write(measured="b", us=2.5)
     training = Rows(rows.file, {"call": 4, "part": "muon, 2e-3", "measured": "training", "source": "measured"})
     for step in (1, 2):
+        training.write(step=step, tokens=step, seconds=step, time={"data": 0.5})
         training.write(step=step, tokens=step, seconds=step, val_loss=3.0 / step)
     gpu.publish([rows.file], tmp_path)
     text = (tmp_path / gpu.PAGE).read_text()
