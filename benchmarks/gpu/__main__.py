@@ -144,7 +144,7 @@ def run_call(rows: Rows, options: argparse.Namespace) -> int:
         words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --part".split()
         log, begin = options.out / "log", time.monotonic()
         command = (sys.executable, *words, part.name, "--out", str(options.out))
-        code = run_within(most, command, log, ROOT, dict(os.environ))
+        code = run_within(most, command, log, ROOT, {**os.environ, "GPU_CALL": str(os.getpid())})
         columns: dict[str, Any] = {"seconds": time.monotonic() - begin}
         if code is None:
             columns["stopped"] = f"after {most} s, with the rows until then"
@@ -159,6 +159,8 @@ def run_part(rows: Rows, options: argparse.Namespace) -> int:
     """Run a part in this process, which ends with its parent."""
     # PR_SET_PDEATHSIG: a parent that is killed cannot end its children.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.environ.get("GPU_CALL", str(os.getppid())) != str(os.getppid()):
+        return 1  # The parent ended during the imports.
     part = next(part for part in parts_of(options.call, options.device) if part.name == options.part)
     part.run(replace(rows, common={**rows.common, "part": part.name}), torch.device(options.device))
     return 0
