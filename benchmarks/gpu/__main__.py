@@ -11,51 +11,36 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import distributions
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import ROOT, Rows, publish, read_rows
+from benchmarks.gpu import ROOT, Rows, launches, peers, publish, read_rows
+from benchmarks.one_gpu import one_rank
 from benchmarks.processes import run_within
 
 SECONDS = 440
-"""Of a call. The end of a part can take 20 s more, so that a call ends within 8 minutes."""
-LEAST_SECONDS = 5
-"""Shortest rest of a call in which a part starts."""
+"""Of a call. The end of its last part can take 20 s more, so that a call ends within 8 minutes."""
 PACKAGES = ("torchtitan", "triton", "gram-newton-schulz", "quack-kernels", "emerging-optimizers")
 PARITY_RANKS, PARITY_SECONDS, REHEARSED_ROWS = 4, 20.0, 8
 RATES = {"cuda": ("2e-3", "1e-3", "4e-3"), "cpu": ("2e-3",)}
 """Learning rates of the trainings, the likeliest best one first, because time may run out."""
-CONFIG = ROOT / "benchmarks/gpu/llama_42m.toml"
-RANK, PEERS = "benchmarks.one_gpu.one_rank.measure", "benchmarks.gpu.peers.compare"
-KEPT = ("step", "tokens", "seconds", "loss", "val_loss", "tokens_per_second", "memory_gib", "time")
-"""Columns of a record of train.py."""
+WAYS = ("muon", "adamw", "torch_muon")
+"""Recipes of the trainings, with the first rate of all."""
 CORPUS = str(Path(torch.__file__).parent / "**/*.py")
 """45 MB of text that each machine with PyTorch has."""
-RULE = '[[optimizer.rule]]\nmatch = "{}"\noptimizer = "{}"\n'
-TORCH_MUON = 'options = { lr = RATE, adjust_lr_fn = "match_rms_adamw" }\n'
-ADAMW = RULE.format("*", "adamw")
-MATRICES = ("layers.*.attention.*.weight", "layers.*.feed_forward.*.weight")
-WAYS: Mapping[str, str] = {
-    "muon": "",
-    "adamw": ADAMW,
-    "torch.optim.Muon": 'imports = ["benchmarks.one_gpu.torch_muon"]\n'
-    + "".join(RULE.format(name, "torch_muon") + TORCH_MUON for name in MATRICES)
-    + ADAMW,
-}
-"""What a training adds to the recipe, with its rate."""
 TINY = ("--model.flavor", "tiny_64", "--data.tokenizer", "bytes", "--data.vocab_size", "2048", "--training.steps", "4",
         "--training.seq_len", "64", "--training.global_batch_size", "4", "--training.local_batch_size", "4",
         "--validator.freq", "2", "--validator.steps", "1", "--compile.enable", "false")  # fmt: skip
@@ -63,17 +48,11 @@ TINY = ("--model.flavor", "tiny_64", "--data.tokenizer", "bytes", "--data.vocab_
 
 @dataclass(frozen=True)
 class Part:
-    """A process of a call, its time-out in seconds, and its function, which takes arguments, the rows and a device."""
+    """A process of a call, its time-out in seconds, and its function."""
 
     name: str
     seconds: int
-    function: str
-    arguments: tuple[str, ...] = ()
-
-    def run(self, rows: Rows, device: torch.device) -> None:
-        """Import and call the function. A part imports only what it needs."""
-        module, _, name = self.function.rpartition(".")
-        getattr(importlib.import_module(module), name)(*self.arguments, rows, device)
+    run: Callable[[Rows, torch.device], None]
 
 
 def parity(rows: Rows, device: torch.device) -> None:
@@ -84,16 +63,14 @@ def parity(rows: Rows, device: torch.device) -> None:
     from tests.parity.shared_gpu import differences_on_device
     from tests.parity.table import exchanged
 
+    def compared(claim: Any) -> dict[str, Any]:
+        found = world.run(differences_on_device, claim, timeout=PARITY_SECONDS)
+        return {"differences": [*chain(*found)] or "none"}
+
     world = World(PARITY_RANKS, quiet=True)
     claims = exchanged()
     for claim in claims if device.type == "cuda" else claims[:: len(claims) // REHEARSED_ROWS]:
-        if rows.is_over:
-            break
-        with rows.faults(measured="parity", row=claim.name):
-            begin = time.monotonic()
-            found = world.run(differences_on_device, claim, timeout=PARITY_SECONDS)
-            rows.write(measured="parity", row=claim.name, equal=not any(found), differences=found,
-                       seconds=time.monotonic() - begin)  # fmt: skip
+        rows.measure(partial(compared, claim), measured="parity", row=claim.name)
     world.close()
 
 
@@ -109,7 +86,7 @@ def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
             is_running = process.poll() is None
             records = [record for file in Path(folder).glob("*/*/metrics.jsonl") for record in read_rows(file)]
             for record in records[written:]:
-                rows.write(optimizer=way, lr=float(rate), **{key: record[key] for key in KEPT if key in record})
+                rows.write(measured="training", **record)
             written = len(records)
             time.sleep(0.5)
         if process.returncode:
@@ -117,40 +94,36 @@ def train(rate: str, way: str, rows: Rows, device: torch.device) -> None:
 
 
 def recipe_of(folder: Path, rate: str, way: str) -> Path:
-    """Write the recipe of a training into a folder."""
-    rates = f"[muon]\nlr = {rate}\n[adamw]\nlr = {rate}\n"
-    recipe = folder / "recipe.toml"
-    recipe.write_text(f'base = "{CONFIG}"\n{WAYS[way].replace("RATE", rate)}{rates}', encoding="utf-8")
-    return recipe
+    """Write the recipes with a rate into a folder. Returns the one of a training."""
+    for file in Path(__file__).parent.glob("*.toml"):
+        text = file.read_text(encoding="utf-8").replace(RATES["cuda"][0], rate)
+        (folder / file.name).write_text(text, encoding="utf-8")
+    return folder / f"{way}.toml"
 
 
 def parts_of(call: int, device: str) -> list[Part]:
     """The parts of a call in order."""
     if call == 1:
         ranks = {"qwen3_8b": 90, "qwen3_30b_a3b": 110, "kimi_k2": 200}
-        named = [Part(f"rank {world}", seconds, RANK, (world,)) for world, seconds in ranks.items()]
-        return [Part("launches", 60, "benchmarks.gpu.launches.calibrate"), *named]
+        named = [Part(f"rank {world}", most, partial(one_rank.measure, world)) for world, most in ranks.items()]
+        return [Part("launches", 60, launches.calibrate), *named]
     if call == 2:
         seconds = {"Qwen3-1.7B": 290, "128 experts": 150}
-        return [Part(f"peers, {name}", most, PEERS, (name,)) for name, most in seconds.items()]
+        return [Part(f"peers, {name}", most, partial(peers.compare, name)) for name, most in seconds.items()]
     if call == 3:
-        return [Part("parity", 300, "benchmarks.gpu.__main__.parity")]
-    train = "benchmarks.gpu.__main__.train"
-    return [Part(f"{way}, {rate}", 120, train, (rate, way)) for rate in RATES[device] for way in WAYS]
+        return [Part("parity", 300, parity)]
+    return [Part(f"{way}, {rate}", 120, partial(train, rate, way)) for rate in RATES[device] for way in WAYS]
 
 
 def environment(device: str) -> dict[str, Any]:
     """Date, GPU, driver, versions and commit of a call."""
-    changed = "+changes" if output("git", "status", "--porcelain", "--untracked-files=no") else ""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "commit": output("git", "rev-parse", "HEAD")[:8] + changed,
-        "packages": {item.name: item.version for item in distributions() if item.name in PACKAGES},
+        "commit": output("git", "describe", "--always", "--dirty", "--exclude", "*"),
+        **{item.name: item.version for item in distributions() if item.name in PACKAGES},
     }
 
 
@@ -167,20 +140,18 @@ def run_call(rows: Rows, options: argparse.Namespace) -> int:
     end, failed = time.monotonic() + options.seconds, False
     rows.write(part="environment", **environment(options.device))
     for part in parts_of(options.call, options.device):
-        most = min(part.seconds, int(end - time.monotonic()))
-        if most < LEAST_SECONDS:
-            rows.write(part=part.name, error="no time left in this call")
-            continue
-        words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --seconds {most}".split()
-        command = (sys.executable, *words, "--part", part.name, "--out", str(options.out))
+        most = max(0, min(part.seconds, int(end - time.monotonic())))
+        words = f"-m benchmarks.gpu --call {options.call} --device {options.device} --part".split()
         log, begin = options.out / "log", time.monotonic()
-        # A part ends by itself where it can, with the rows that it has.
-        code = run_within(most + 5, command, log, ROOT, dict(os.environ))
-        told: dict[str, Any] = {}
-        if code != 0:
-            failed, error = True, f"did not end in {most} s" if code is None else f"exit code {code}"
-            told = {"error": error, "log": log.read_text(encoding="utf-8", errors="replace")[-1500:]}
-        rows.write(part=part.name, seconds=time.monotonic() - begin, **told)
+        command = (sys.executable, *words, part.name, "--out", str(options.out))
+        code = run_within(most, command, log, ROOT, {**os.environ, "GPU_CALL": str(os.getpid())})
+        columns: dict[str, Any] = {"seconds": time.monotonic() - begin}
+        if code is None:
+            columns["stopped"] = f"after {most} s, with the rows until then"
+        elif code != 0:
+            failed, text = True, log.read_text(encoding="utf-8", errors="replace")
+            columns |= {"error": f"exit code {code}", "log": text[-1500:]}
+        rows.write(part=part.name, **columns)
     return int(failed)
 
 
@@ -188,9 +159,10 @@ def run_part(rows: Rows, options: argparse.Namespace) -> int:
     """Run a part in this process, which ends with its parent."""
     # PR_SET_PDEATHSIG: a parent that is killed cannot end its children.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.environ.get("GPU_CALL", str(os.getppid())) != str(os.getppid()):
+        return 1  # The parent ended during the imports.
     part = next(part for part in parts_of(options.call, options.device) if part.name == options.part)
-    common, end = {**rows.common, "part": part.name}, time.monotonic() + options.seconds
-    part.run(replace(rows, common=common, end=end), torch.device(options.device))
+    part.run(replace(rows, common={**rows.common, "part": part.name}), torch.device(options.device))
     return 0
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu import Rows
-from benchmarks.one_gpu.links import DTYPES, MeasuredMachine, matmul_rate, memory_rate
+from benchmarks.one_gpu.links import measured_machine
 
 CALLS = {"cuda": 200, "cpu": 20}
 """Calls back to back, fewer than the launch queue takes."""
@@ -24,20 +23,16 @@ QUEUED = 3000
 """Launches behind a busy device, more than the launch queue takes."""
 BLOCKED = 1e-3
 """Seconds of a launch that waited for a place in the queue."""
-GRAPHS = (10, 1000)
-MACHINE = "machine.json"
 
 
 @contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
     """A process group of this process, over NCCL on a GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -77,28 +72,20 @@ class Clock:
 
 
 def calibrate(rows: Rows, device: torch.device) -> None:
-    """A row for each kind of launch, for the queue and for the rates, and the planner's file of the machine."""
-    clock = Clock(device)
+    """Rows of launches, of the queue and of rates, and the planner's file of this machine."""
     with one_process(device):
         for name, make in launches(device).items():
-            with rows.faults(measured=name):
-                rows.write(measured=name, **microseconds(make(), clock))
-    with rows.faults(measured="launch queue"):
-        rows.write(measured="launch queue", **queue(device))
-    with rows.faults(measured="rates"):
-        name = torch.cuda.get_device_name(device) if clock.is_gpu else "cpu"
-        flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
-        machine = MeasuredMachine(name, 1, 1, None, None, flops, memory_rate(device))
-        rows.write(measured="rates", **{f"{k} TFLOP/s": v / 1e12 for k, v in machine.flops.items()},
-                   **{"memory GB/s": machine.memory_bandwidth / 1e9})  # fmt: skip
-        document = {**asdict(machine), "source": "measured" if clock.is_gpu else "rehearsed"}
-        (rows.file.parent / MACHINE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            rows.measure(partial(microseconds, make, Clock(device)), measured="launches", launch=name)
+        rows.measure(partial(queue, device), measured="launch queue")
+        machine = measured_machine([], device)
+    rows.write(measured="rates", memory=machine["memory_bandwidth"], **machine["flops"])
+    document = {**machine, "source": rows.common["source"]}
+    (rows.file.parent / "machine.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def microseconds(run: Callable[[], object], clock: Clock) -> dict[str, float]:
+def microseconds(make: Callable[[], Callable[[], object]], clock: Clock) -> dict[str, float]:
     """Microseconds of a call among many back to back."""
-    repeats = CALLS[clock.device.type]
-    run()
+    repeats, run = CALLS[clock.device.type], make()
 
     def many() -> None:
         for _ in range(repeats):
@@ -119,7 +106,7 @@ def launches(device: torch.device) -> Mapping[str, Callable[[], Callable[[], obj
         "foreach add_ of 100": lambda: partial(torch._foreach_add_, [empty() for _ in range(100)], 1),
         "empty Triton kernel": lambda: triton_kernel(empty()),
         "all-reduce, world 1": lambda: partial(dist.all_reduce, empty()),
-        **{f"graph of {nodes} nodes": partial(graph, empty(), nodes) for nodes in GRAPHS},
+        **{f"graph of {nodes} nodes": partial(graph, empty(), nodes) for nodes in (10, 1000)},
         "pinned copy of 4 kB": lambda: partial(
             torch.empty(1024, device=device).copy_,
             torch.zeros(1024, pin_memory=device.type == "cuda"),
@@ -151,16 +138,12 @@ def graph(tensor: Tensor, nodes: int) -> Callable[[], object]:
 
 def queue(device: torch.device) -> dict[str, Any]:
     """Number of launches that the host makes while the device is busy, before one waits."""
-    if device.type != "cuda":
-        raise RuntimeError("a CPU has no launch queue")
     tensor = torch.zeros(1, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)
-    spent = []
-    for _ in range(QUEUED):
+    for number in range(QUEUED):
         begin = time.perf_counter()
         tensor.add_(1)
-        spent.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    full = next((number for number, seconds in enumerate(spent) if seconds > BLOCKED), None)
-    return {"depth": full, "host us before": 1e6 * sum(spent[:full]) / len(spent[:full]) if full != 0 else None}
+        if time.perf_counter() - begin > BLOCKED:
+            return {"depth": number}
+    return {"depth": f"more than {QUEUED}"}

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.contenders import HYPERPARAMETERS, JORDAN, dist_muon, torch_muon
 from benchmarks.gpu import Rows
 from benchmarks.gpu.launches import Clock, one_process
+from benchmarks.one_gpu.one_rank import GIB, Memory
 from titan_muon import Expert, Muon
 from titan_muon.engine.orthogonalize import iterate, iteration
 
@@ -139,79 +140,63 @@ def parameters(shapes: Mapping[tuple[int, int], int], device: torch.device) -> P
 
 
 def compare(workload: str, rows: Rows, device: torch.device) -> None:
-    """Rows of errors, of builds with memory, and of the times of each contender in each turn."""
-    shapes = MATRICES[device.type][workload]
+    """Rows of errors, of memory, and of the times of each contender in each turn."""
+    shapes, turns = MATRICES[device.type][workload], TURNS[device.type]
     with one_process(device):
         for name, contender in CONTENDERS.items():
-            if not contender.late and not rows.is_over:
-                with rows.faults(contender=name, measured="error of one update"):
-                    write_errors(name, contender, shapes, device, rows)
+            if not contender.late:
+                rows.measure(
+                    partial(errors_of, contender, shapes, device), contender=name, measured="error of one update"
+                )
         params, ready = parameters(shapes, device), dict[str, Step]()
-        add(ready, params, rows, device, late=False)
-        clock, turns = Clock(device), TURNS[device.type]
         wiped = torch.empty(WIPED[device.type], dtype=torch.uint8, device=device)
         for turn in range(turns):
-            if turn == turns // LATE:
-                add(ready, params, rows, device, late=True)
+            for name, contender in CONTENDERS.items():
+                if turn == (turns // LATE if contender.late else 0):
+                    rows.measure(partial(build, name, params, ready, device), contender=name, measured="memory")
             names = [*ready]
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                if rows.is_over:
-                    return
-                with rows.faults(contender=name, measured="step", turn=turn):
-                    wiped.zero_()
-                    cold = clock.once(ready[name])
-                    hot = clock.once(ready[name])
-                    columns = {f"cold {key}": value for key, value in cold.items()}
-                    rows.write(contender=name, measured="step", turn=turn, **columns, **hot)
+                run = partial(times_of, ready[name], wiped)
+                rows.measure(run, contender=name, measured="step", turn=turn)
 
 
-def write_errors(
-    name: str, contender: Contender, shapes: Mapping[tuple[int, int], int], device: torch.device, rows: Rows
-) -> None:
-    """Row with the error of one update against the same steps in float64, by shape.
+def build(name: str, params: Parameters, ready: dict[str, Step], device: torch.device) -> dict[str, Any]:
+    """Add a contender to those that are ready, and take four steps. Returns the memory that it holds and needs."""
+    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    step = CONTENDERS[name].build(params)
+    # A graph is captured in the third step.
+    for _ in range(3):
+        step()
+    memory = Memory(device)
+    step()
+    ready[name] = step
+    figures = memory.figures(1)
+    return {**figures, "held GiB": figures["held GiB"] - held / GIB} if figures else {}
+
+
+def times_of(step: Step, wiped: Tensor) -> dict[str, float]:
+    """Times of a step whose data is in no cache, and of the next one."""
+    clock = Clock(wiped.device)
+    wiped.zero_()
+    cold = clock.once(step)
+    return {**{f"cold {key}": value for key, value in cold.items()}, **clock.once(step)}
+
+
+def errors_of(contender: Contender, shapes: Mapping[tuple[int, int], int], device: torch.device) -> dict[str, Any]:
+    """Relative error of one update in the Frobenius norm against the same steps in float64, by shape.
 
     The update's size is fitted, because packages scale updates by different rules.
     """
     params = parameters(dict.fromkeys(shapes, 1), device)
     before = {key: param.detach().clone() for key, param in params.items()}
     contender.build(params)()
-    errors = {}
-    for key, param in params.items():
-        if contender.coefficients == "none":
-            continue
+    columns: dict[str, Any] = {"coefficients": contender.coefficients}
+    for key, param in params.items() if contender.coefficients != "none" else ():
         # The first momentum is a multiple of the gradient, with Nesterov's too. The decay is taken out.
         update = before[key].double() * (1 - LR * DECAY) - param.detach().double()
         assert param.grad is not None, "no contender drops a gradient"
         steps = iteration(contender.coefficients, 5, JORDAN.eps)
-        errors[key] = fitted_error(update, iterate(param.grad[None].double(), steps.steps, steps.eps, torch.float64)[0])
-    rows.write(contender=name, measured="error of one update", coefficients=contender.coefficients, errors=errors)
-
-
-def fitted_error(update: Tensor, exact: Tensor) -> float:
-    """Relative error of an update in the Frobenius norm, after the best scale."""
-    scale = (update * exact).sum() / exact.square().sum()
-    return float((update / scale - exact).norm() / exact.norm())
-
-
-def add(ready: dict[str, Step], params: Parameters, rows: Rows, device: torch.device, *, late: bool) -> None:
-    """Build contenders and take three steps of each. A row has the memory that it holds and needs."""
-    clock = Clock(device)
-    for name, contender in CONTENDERS.items():
-        if contender.late != late or rows.is_over:
-            continue
-        with rows.faults(contender=name, measured="build"):
-            held = torch.cuda.memory_allocated() if clock.is_gpu else 0
-            step = contender.build(params)
-            first = clock.once(step)
-            # A graph is captured in the third step.
-            for _ in range(2):
-                step()
-            memory: dict[str, float] = {}
-            if clock.is_gpu:
-                torch.cuda.reset_peak_memory_stats()
-                own = torch.cuda.memory_allocated()
-                clock.once(step)
-                memory = {"held GiB": (own - held) / 2**30,
-                          "temporary GiB": (torch.cuda.max_memory_allocated() - own) / 2**30}  # fmt: skip
-            rows.write(contender=name, measured="build", **{f"first {key}": ms for key, ms in first.items()}, **memory)
-            ready[name] = step
+        exact = iterate(param.grad[None].double(), steps.steps, steps.eps, torch.float64)[0]
+        scale = (update * exact).sum() / exact.square().sum()
+        columns[key] = float((update / scale - exact).norm() / exact.norm())
+    return columns

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,6 +150,15 @@ def memory_rate(device: torch.device) -> float:
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), device, 7)
 
 
+def measured_machine(links: Sequence[Row], device: torch.device) -> dict[str, Any]:
+    """The machine file's rates, with those of its links."""
+    bandwidth, latency = link_of(links) if links else (None, None)
+    flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
+    name, ranks = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", dist.get_world_size()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return asdict(MeasuredMachine(name, ranks, ranks_per_node, bandwidth, latency, flops, memory_rate(device)))
+
+
 def main(words: Sequence[str]) -> int:
     """Measure on this rank; rank 0 prints and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -157,15 +167,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args(words)
     device = begin(options.device)
-    world = dist.get_world_size()
-    rows = measure_links(device, options.largest) if world > 1 else []
+    rows = measure_links(device, options.largest) if dist.get_world_size() > 1 else []
     if dist.get_rank() == 0:
-        bandwidth, latency = link_of(rows) if rows else (None, None)
-        flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        machine = MeasuredMachine(name, world, ranks_per_node, bandwidth, latency, flops, memory_rate(device))
-        document = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
+        document = {"machine": measured_machine(rows, device), "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(document["machine"], indent=1))
     dist.barrier()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
@@ -178,11 +179,14 @@ class Rank:
         self._params = [p for group in self._groups for _, p in group["params"]]
         self._gradients = [[p.grad for p in self._params], [torch.empty_like(p).copy_(p.grad) for p in self._params]]
 
-    def adamw(self) -> AdamW:
-        """The other optimizer of the recipe, for the rest of the parameters."""
+    def time_adamw(self) -> dict[str, float]:
+        """Times of the other optimizer of the recipe, for the rest of the parameters."""
         groups = groups_of(self.world, "adamw", self.device)
         groups = [{**g, "betas": tuple(g["betas"]), "params": [p for _, p in g["params"]]} for g in groups]
-        return AdamW(groups, foreach=not self.clock.is_gpu, fused=self.clock.is_gpu)
+        adamw = AdamW(groups, foreach=not self.clock.is_gpu, fused=self.clock.is_gpu)
+        for _ in range(3):
+            adamw.step()
+        return self.clock.once(adamw.step)
 
     def muon(self, *, fused: bool) -> Muon:
         """Muon with a built plan."""
@@ -205,8 +209,9 @@ class Rank:
 
         return step
 
-    def measured(self, step: Callable[[], object], repeats: int, *, new: bool) -> dict[str, Any]:
+    def measured(self, repeats: int, *, fused: bool, skippable: bool, new: bool) -> dict[str, Any]:
         """Columns of a step: medians of the times, kernels by stage, idle, launches, and memory."""
+        step = self.step_of(self.muon(fused=fused), skippable=skippable)
         for number in range(3):
             self.set_gradients(number, new=new)
             step()
@@ -225,8 +230,9 @@ class Rank:
         idle = columns["device ms"] - trace.total
         # A plan of narrow tensors has fewer buckets, so that its host time counts by launch.
         columns["host us a launch"] = 1e3 * columns["host ms"] / trace.launches
-        return {**columns, "kernels ms": trace.total, "idle ms": idle, "launches": trace.launches,
-                "stages ms": trace.stages, "kernels": trace.table()}  # fmt: skip
+        stages = {f"{stage} ms": spent for stage, spent in trace.stages.items()}
+        return {**columns, "kernels ms": trace.total, "idle ms": idle, "launches": trace.launches, **stages,
+                "kernels": trace.table()}  # fmt: skip
 
 
 def narrowed(row: Row) -> Row:
@@ -356,28 +362,22 @@ def measure(name: str, rows: Rows, device: torch.device) -> None:
     """Rows of a world's slowest rank: the model, each kind of step, the host without work, and AdamW for the rest."""
     world, clock = read(name), Clock(device)
     torch.manual_seed(0)
-    common = {"world": name, "ranks": world.size, "rank": world.rank}
-    with fake_world(world), rows.faults(**common, step="model"):
-        gpu = torch.cuda.get_device_name(device) if clock.is_gpu else ""
-        rows.write(**{**common, **modelled(plan_of(world), world.rank, gpu)})
+    common = {"measured": "rank", "world": name, "ranks": world.size, "rank": world.rank}
+    gpu = torch.cuda.get_device_name(device) if clock.is_gpu else ""
+    with fake_world(world):
+        rows.measure(lambda: modelled(plan_of(world), world.rank, gpu), **common, step="model")
     forget_meshes()
     world = world if clock.is_gpu else read("tiny")
     with fake_world(world):
         for narrow in (False, True):
             rank = Rank(world, device, narrow=narrow)
             for fused, skippable, new in product((False, True), (False, True), (True, False)):
-                if rows.is_over or (narrow and not new):
+                if narrow and not new:
                     continue
                 step = {"step": "host, narrow" if narrow else "step", "fused": fused, "skippable": skippable,
                         "gradients": "new" if new else "constant"}  # fmt: skip
-                with rows.faults(**common, **step):
-                    muon = rank.muon(fused=fused)
-                    run = rank.step_of(muon, skippable=skippable)
-                    rows.write(**common, **step, **rank.measured(run, REPEATS[device.type], new=new))
-                    del muon, run
+                run = partial(rank.measured, REPEATS[device.type], fused=fused, skippable=skippable, new=new)
+                rows.measure(run, **common, **step)
+                del run
         del rank
-        with rows.faults(**common, step="AdamW of the rest"):
-            adamw = Rank(world, device).adamw()
-            for _ in range(3):
-                adamw.step()
-            rows.write(**common, step="AdamW of the rest", **clock.once(adamw.step))
+        rows.measure(Rank(world, device).time_adamw, **common, step="AdamW of the rest")

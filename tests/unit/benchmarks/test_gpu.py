@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ LAUNCHES = {
 CONTENDERS = {"torch.optim.Muon", "ours", "ours, reference", "DistMuon", "AdamW, fused"}
 CPU_ROWS: dict[str, tuple[tuple[str, ...], set[Any], tuple[str, ...]]] = {
     # By part: columns that name a row, rows that have no error on the CPU, and columns of each.
-    "launches": (("measured",), {*((name,) for name in LAUNCHES), ("rates",)}, ()),
+    "launches": (("measured", "launch"), {*(("launches", name) for name in LAUNCHES), ("rates", None)}, ()),
     "rank qwen3_8b": (
         ("step", "skippable", "gradients"),
         {
@@ -45,7 +46,7 @@ CPU_ROWS: dict[str, tuple[tuple[str, ...], set[Any], tuple[str, ...]]] = {
         ("device ms", "host ms"),
     ),
     "peers, 128 experts": (("measured", "contender"), {(kind, name) for name in CONTENDERS
-                                                      for kind in ("error of one update", "build", "step")}, ()),
+                                                      for kind in ("error of one update", "memory", "step")}, ()),
 }  # fmt: skip
 PEERS = {
     # Module and signatures of what call 2 takes of it: 0.1.6, the repository on 2026-08-07, and 0.3.0.
@@ -73,7 +74,7 @@ BUILT = {
     "dion": ("dion", 3),
     "Emerging": ("emerging_optimizers.orthogonalized_optimizers", 1),
 }
-SLOW_ROWS = {"parity": "row", "torch.optim.Muon, 2e-3": "val_loss"}
+SLOW_ROWS = {"parity": "row", "torch_muon, 2e-3": "val_loss"}
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_a_part_of_processes_writes_its_rows_on_the_cpu(name: str, rows: Rows) -
     PARTS[name].run(rows, CPU)
     found = [row for row in read_rows(rows.file) if SLOW_ROWS[name] in row]
     assert found
-    assert all(row.get("equal", True) for row in found)
+    assert all(row.get("differences", "none") == "none" for row in found)
 
 
 def test_a_killed_call_leaves_whole_rows_and_no_process(tmp_path: Path) -> None:
@@ -156,9 +157,8 @@ def command_lines() -> list[str]:
 
 
 def test_a_row_is_whole_and_a_torn_one_is_left_out(rows: Rows) -> None:
-    with rows.faults(measured="a"):
-        raise RuntimeError("what went wrong")
-    rows.write(measured="b", error_of=float("nan"))
+    rows.measure(Mock(side_effect=RuntimeError("what went wrong")), measured="a")
+    rows.measure(lambda: {"device ms": float("nan")}, measured="b")
     with rows.file.open("a") as file:
         file.write('{"call": 1, "mea')
     assert [(row["measured"], row.get("error")) for row in read_rows(rows.file)] == [
@@ -216,8 +216,9 @@ def test_the_page_is_of_its_data_and_takes_measured_rows_alone(rows: Rows, tmp_p
     assert (gpu.DOCS / gpu.PAGE).read_text() == gpu.page(read_rows(gpu.DOCS / gpu.DATA))
     rows.write(measured="b", us=1.5)
     Rows(rows.file, {**rows.common, "source": "measured"}).write(measured="b", us=2.5)
-    training = Rows(rows.file, {"call": 4, "part": "muon, 2e-3", "source": "measured"})
+    training = Rows(rows.file, {"call": 4, "part": "muon, 2e-3", "measured": "training", "source": "measured"})
     for step in (1, 2):
+        training.write(step=step, tokens=step, seconds=step, time={"data": 0.5})
         training.write(step=step, tokens=step, seconds=step, val_loss=3.0 / step)
     gpu.publish([rows.file], tmp_path)
     text = (tmp_path / gpu.PAGE).read_text()
