@@ -55,13 +55,13 @@ class Registry(Generic[T]):
 
 
 class UnknownName(ValueError):
-    """An unknown name in the recipe's `key`. `problem` includes the remedy."""
+    """An unknown name in the recipe's `key`. `problem` has the remedy, `choices` the nearest and all known names."""
 
     def __init__(self, key: str, name: str, known: Sequence[str]) -> None:
         matches = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {matches[0]!r}? " if matches else ""
-        problem = VALUES.get((key, name), f"is unknown; {hint}choose from: {', '.join(known)}")
-        self.key, self.problem = key, f"= {name!r} {problem}"
+        self.key, self.choices = key, f"{hint}choose from: {', '.join(known)}"
+        self.problem = f"= {name!r} {VALUES.get((key, name), f'is unknown; {self.choices}')}"
         super().__init__(f"{key} {self.problem}")
 
 

@@ -44,8 +44,8 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
     """
     for name in options.algorithm_options:
         if name not in registry.algorithms:
-            problem = registry.UnknownName(name, name, registry.algorithms.names()).problem.partition("is unknown")[2]
-            raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm{problem}")
+            choices = registry.UnknownName(name, name, registry.algorithms.names()).choices
+            raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm; {choices}")
     choices = _choices(options, groups) or [options.algorithm]
     made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
     if len(made) == 1:

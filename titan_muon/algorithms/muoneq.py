@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..engine.orthogonalize import frobenius_norms
 from ..engine.step.muon import MuonAlgorithm
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class MuonEq(MuonAlgorithm):
                 wide.div_(length.add_(EPS))
             part.whole.copy_(wide)
         # Negative: without an update.
-        return torch.where(norms < 0, norms, frobenius_norms(batch.whole, batch.dtype))
+        return torch.where(norms < 0, norms, batch.norms())
 
 
 class MuonEqColumns(MuonEq):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
+from titan_muon import removed
 from titan_muon.trainer.recipe import Recipe, command_line, load, schema, sections, torchtitan_sections
 from titan_muon.trainer.recipe.command_line import Command, parse
 
@@ -167,6 +168,12 @@ def test_a_bad_command_is_a_recipe_error_without_output(
     assert message.startswith("command line: ")
     assert [part for part in parts if part not in message] == []
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("key", removed.OPTIONS)
+def test_a_removed_key_is_refused_with_what_to_do(tmp_path: Path, key: str) -> None:
+    message = error_of(lambda: parse(["--config", write(tmp_path, "muon.lr = 0.1"), f"--{key}", "7"]))
+    assert message.removesuffix(".") == f"command line: {key} {removed.OPTIONS[key].problem.removesuffix('.')}"
 
 
 # The command line
