@@ -44,8 +44,8 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
     """
     for name in options.algorithm_options:
         if name not in registry.algorithms:
-            choices = registry.UnknownName(name, name, registry.algorithms.names()).choices
-            raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm; {choices}")
+            unknown = registry.UnknownName(name, name, registry.algorithms.names())
+            raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm; {unknown.choices}")
     choices = _choices(options, groups) or [options.algorithm]
     made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
     if len(made) == 1:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from shlex import quote
 from typing import Any, Literal
 
@@ -64,14 +64,18 @@ class MuonTrainer(Trainer):
         for converter in config.converters:
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
+        config.metrics = replace(
+            config.metrics,
+            measure=self._measure,
+            tokens=lambda: self.tokens,
+            bytes_per_token=lambda: self.bytes_per_token,
+        )
         super().__init__(config)
         self.stop = config.stop
         check_vocabulary(self.tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec))
-        metrics = self.metrics_processor
-        metrics.measure, metrics.tokens, metrics.bytes_per_token = self._measure, lambda: self.tokens, None
+        self.bytes_per_token: float | None = None
         if config.validator.enable:
-            data = self.validator.dl_config
-            metrics.bytes_per_token = bytes_per_token(data, self.tokenizer, config.training.seq_len)
+            self.bytes_per_token = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
         self.timers = {name: Stopwatch(self.device) for name in ("data", "forward_backward", "clip", "optimizer")}
         self.qk_clip = build_qk_clip(
             config.qk_clip, self.model_config, self.model_parts, self.parallel_dims, self.device

@@ -31,28 +31,40 @@ from titan_muon.trainer.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.trainer.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
 from titan_muon.trainer.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 
+RATES = {"muon": 2e-3, "adamw": 1e-3}
 PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
 
 
 @pytest.fixture
-def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
+def measured() -> dict[str, Any]:
+    """Other values of a logged step, and `bytes_per_token`."""
+    return {"lr": RATES, "memory_gib": 3.0, "phases": PHASES, "bytes_per_token": None}
+
+
+@pytest.fixture
+def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]) -> RunMetrics:
     """Metrics of a run of 20 steps on 4 ranks, with 2 data-parallel ranks, on the first rank."""
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
-    config = RunMetrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
+    config = RunMetrics.Config(
+        log_freq=10,
+        enable_tensorboard=False,
+        disable_color_printing=True,
+        total_steps=20,
+        measure=lambda: {key: value for key, value in measured.items() if key != "bytes_per_token"},
+        tokens=lambda: 5120,
+        bytes_per_token=lambda: measured["bytes_per_token"],
+    )
     dims = SimpleNamespace(dp_replicate=1, dp_shard=2, world_size=4)
     built = config.build(parallel_dims=dims, dump_folder=str(tmp_path), pp_schedule="1F1B", config_dict={})
     built.num_flops_per_token = 100
-    built.tokens, built.bytes_per_token = lambda: 5120, None
     built.start(5)
     built.time_last_log -= 10.0
     built.ntokens_since_last_log = 1280
     return built
 
 
-def report(reporter: RunMetrics, step: int = 10, **others: Any) -> None:
-    rates = {"muon": 2e-3, "adamw": 1e-3}
-    reporter.measure = lambda: {"lr": rates, "memory_gib": 3.0, "phases": PHASES, **others}
+def report(reporter: RunMetrics, step: int = 10) -> None:
     reporter.log(step, 2.5, 2.75, 1.25)
 
 
@@ -60,11 +72,14 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_is_recorded_and_shown(
+    reporter: RunMetrics, measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Averages must be over the steps since the last report, tokens over data-parallel ranks, MFU over all ranks."""
     reporter.gpu_peak_flops = 12_800.0
     logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
-    report(reporter, qk=logits)
+    measured["qk"] = logits
+    report(reporter)
     entry = record(tmp_path)
     assert (entry["step"], entry["loss"], entry["grad_norm"], entry["tokens"]) == (10, 2.5, 1.25, 5120)
     assert entry["lr"] == {"muon": 2e-3, "adamw": 1e-3}
@@ -83,11 +98,11 @@ def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys
 
 
 def test_a_validation_is_recorded_by_tokens_and_bytes(
-    reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: RunMetrics, measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reporter.log_validation(1.0, 10, {"extra": 2})
     assert "bits_per_byte" not in record(tmp_path)
-    reporter.bytes_per_token = 2.0
+    measured["bytes_per_token"] = 2.0
     reporter.log_validation(1.0, 10)
     assert record(tmp_path)["bits_per_byte"] == pytest.approx(0.7213475)
     assert record(tmp_path)["tokens"] == 5120, "runs of different batches are compared by tokens"
