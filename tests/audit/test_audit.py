@@ -166,6 +166,25 @@ def test_undecided_updates_are_named() -> None:
     assert [names for names, _ in audit.report.undecided] == ["weight"]
 
 
+def test_parameters_without_elements_between_their_uses_are_named() -> None:
+    """DeepSpeed's ZeRO-3 empties parameters before and after the step."""
+    torch.manual_seed(0)
+    model = nn.Linear(24, 24, bias=False)
+    whole, empty = model.weight.detach().clone(), torch.empty(0)
+    with watch(model) as audit:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(STEPS):
+            model.weight.data = whole
+            model(torch.randn(64, 24)).square().mean().backward()
+            gradient, model.weight.grad = model.weight.grad, None
+            whole = whole - 0.01 * gradient
+            model.weight.data = empty
+            optimizer.step()
+    assert audit.report is not None
+    assert audit.report.codes == []
+    assert [(names, "ZeRO-3" in why) for names, why in audit.report.undecided] == [("weight", True)]
+
+
 def test_the_audit_needs_torch_alone() -> None:
     code = (
         "import sys, titan_muon.audit; print(sorted(m for m in sys.modules if m.startswith(('einops', 'titan_muon'))))"

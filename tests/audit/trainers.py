@@ -280,6 +280,20 @@ def right_closure(run: Run) -> None:
         optimizer.step(lambda step=step: closure(step))
 
 
+def step_by_group(run: Run) -> None:
+    """One step of the optimizer for each group, as in DeepSpeed's ZeRO stages 1 and 2."""
+    model = run.net()
+    optimizer = TinyMuon(groups(model), run.bug)
+    everything = optimizer.param_groups
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(run.seed, step)).backward()
+        for group in everything:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        optimizer.param_groups = everything
+
+
 def right_ddp(run: Run) -> None:
     model = DistributedDataParallel(run.net())
     run.train(model, TinyMuon(groups(model)), passes=2)
@@ -599,6 +613,8 @@ KINDS = (
     Kind("flat buffers, no Newton-Schulz", 1, "sgd", flat_buffers, "sgd"),
     Kind("backward in a closure", 1, "", right_closure),
     Kind("no Newton-Schulz, closure", 1, "sgd", right_closure, "sgd"),
+    Kind("a step for each group", 1, "", step_by_group),
+    Kind("no Newton-Schulz, a step for each group", 1, "sgd", step_by_group, "sgd"),
 )
 
 
