@@ -11,7 +11,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.plans import mesh_of, mixed_work, parameter_of
-from titan_muon.engine.exchange.exchange import BufferSet, Collectives, Exchange, wait_all
+from titan_muon.engine.exchange.exchange import BucketBuffers, Collectives, Exchange, wait_all
 from titan_muon.engine.layout.types import Piece, Segment, Shard
 from titan_muon.engine.program.phases import Collective, gather_phase
 from titan_muon.engine.program.program import make_program
@@ -74,7 +74,7 @@ def test_results_spread_among_replicas_after_the_write(stream_order: StreamOrder
     exchange._module, exchange._stream, exchange._replica_groups = torch.cpu, Stream(), {(0,): None}  # type: ignore[assignment, dict-item]
     exchange.collectives = Copying()  # type: ignore[assignment]
     with stream_order:
-        buffers = BufferSet(*(torch.empty(6) for _ in range(5)))
+        buffers = BucketBuffers(*(torch.empty(6) for _ in range(5)), (), {}, {}, {}, None)
         buffers.home.fill_(2.0)
         exchange._spread(phase, buffers, [])
     assert [stream is exchange._stream for stream, _ in stream_order.log] == [False, True]

@@ -25,7 +25,7 @@ from tests.unit.plans import (
     recut,
     torch_local,
 )
-from titan_muon.engine.exchange.exchange import BufferSet, bucket_buffers, make_buffer_sets
+from titan_muon.engine.exchange.exchange import BucketBuffers, bucket_buffers
 from titan_muon.engine.layout.intervals import Geometries, Span, spans
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.program.phases import Act
@@ -133,16 +133,11 @@ class Rank:
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
-        self.buffer_sets = make_buffer_sets(
-            self.program, torch.device("cpu"), [torch.float64] * len(self.program.buckets)
-        )
-        for buffer_set in self.buffer_sets:
-            buffer_set.block.view(torch.float64).fill_(torch.nan)
-        self.buffers = [
-            bucket_buffers(run, rank, buffer_set)
-            for run, buffer_set in zip(self.program.buckets, self.buffer_sets, strict=True)
-            if not run.local
-        ]
+        dtypes = [torch.float64] * len(self.program.buckets)
+        made = bucket_buffers(self.program, torch.device("cpu"), dtypes)
+        self.buffers = [buffers for buffers in made if buffers is not None]
+        for buffers in self.buffers:
+            buffers.block.view(torch.float64).fill_(torch.nan)
         self.stored = [
             self._stored(parameter, full) for parameter, full in zip(plan.parameters, self.full, strict=True)
         ]
@@ -255,34 +250,34 @@ class Rank:
         assert phase is not None
         return phase
 
-    def _memory(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
+    def _memory(self, collective: Key) -> tuple[Phase, BucketBuffers]:
         index = self.buckets.index(collective[0])
-        return self.program.buckets[index], self._phase(index, collective[1]), self.buffer_sets[index]
+        return self._phase(index, collective[1]), self.buffers[index]
 
     def sent(self, collective: Key) -> list[Tensor]:
         """Elements sent from this rank to each rank of the group."""
-        run, phase, buffer_set = self._memory(collective)
+        phase, buffers = self._memory(collective)
         if phase.collective is Collective.ALL_GATHER:
-            return [buffer_set.home[: phase.home_numel].clone()] * len(phase.group)
-        buffer, splits = buffer_set.leaving(run), phase.owned_splits
+            return [buffers.home[: phase.home_numel].clone()] * len(phase.group)
+        buffer, splits = buffers.results, phase.owned_splits
         if collective[1] == GATHER:
-            buffer, splits = buffer_set.home[phase.kept :], phase.home_splits
+            buffer, splits = buffers.home[phase.kept :], phase.home_splits
         return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
 
     def output(self, collective: Key) -> Tensor:
         """Where this rank receives."""
-        _, phase, buffer_set = self._memory(collective)
+        phase, buffers = self._memory(collective)
         if collective[1] == SPREAD:
-            return buffer_set.shared[: sum(phase.owned_splits)]
+            return buffers.shared[: sum(phase.owned_splits)]
         if collective[1] == GATHER:
-            return buffer_set.inbox[: sum(phase.owned_splits)]
+            return buffers.inbox[: sum(phase.owned_splits)]
         if phase.collective is Collective.ALL_TO_ALL:
-            return buffer_set.home[phase.kept :][: sum(phase.home_splits)]
-        return buffer_set.home[: phase.home_numel]
+            return buffers.home[phase.kept :][: sum(phase.home_splits)]
+        return buffers.home[: phase.home_numel]
 
     def received(self, collective: Key) -> tuple[int, ...]:
         """Elements expected from each rank of the group."""
-        _, phase, _ = self._memory(collective)
+        phase, _ = self._memory(collective)
         return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 
 

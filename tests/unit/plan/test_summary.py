@@ -23,7 +23,7 @@ from tests.unit.plans import (
     plans,
     ranks_of,
 )
-from titan_muon.engine.exchange.exchange import make_buffer_sets, wire_dtypes
+from titan_muon.engine.exchange.exchange import bucket_buffers, wire_dtypes
 from titan_muon.engine.layout.types import (
     Layout,
     Matrix,
@@ -113,8 +113,8 @@ def width_of(plan: Plan, number: int) -> int:
 
 
 def buffer_bytes(plan: Plan, program: Program) -> int:
-    buffer_sets = make_buffer_sets(program, torch.device("meta"), wire_dtypes(plan, program))
-    blocks = {id(buffer_set.block): buffer_set.block for buffer_set in buffer_sets}
+    made = bucket_buffers(program, torch.device("meta"), wire_dtypes(plan, program))
+    blocks = {id(buffers.block): buffers.block for buffers in made if buffers is not None}
     return sum(block.nbytes for block in blocks.values())
 
 

@@ -95,32 +95,14 @@ class BufferPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BufferSet:
-    """The flat buffers of a bucket in flight, all parts of the bytes of `block`.
+class BucketBuffers:
+    """The flat buffers of a bucket in flight, all parts of the bytes of `block`, and this rank's pieces in them.
 
     Attributes:
         home: stored pieces.
         inbox: pieces received for this owner.
-        outbox: results to send back.
+        results: results to send back; the inbox if the return mirrors the gather.
         shared: results after the spread among replicas.
-    """
-
-    block: Tensor
-    home: Tensor
-    inbox: Tensor
-    outbox: Tensor
-    shared: Tensor
-
-    def leaving(self, run: BucketProgram) -> Tensor:
-        """The buffer of the results: the inbox if the return mirrors the gather."""
-        return self.inbox if run.mirrored else self.outbox
-
-
-@dataclass(frozen=True)
-class BucketBuffers:
-    """This rank's pieces of a bucket, as views of a buffer set.
-
-    Attributes:
         stored: every stored piece; the result arrives in the view.
         packed: by matrix, the view for the piece to send.
         sources: gathered pieces by matrix.
@@ -128,6 +110,11 @@ class BucketBuffers:
         cleared: buffer to zero before the targets are filled, or None.
     """
 
+    block: Tensor
+    home: Tensor
+    inbox: Tensor
+    results: Tensor
+    shared: Tensor
     stored: tuple[BufferPiece, ...]
     packed: Mapping[int, Tensor]
     sources: Mapping[int, tuple[BufferPiece, ...]]
@@ -135,28 +122,41 @@ class BucketBuffers:
     cleared: Tensor | None
 
 
-def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> BucketBuffers:
-    """The views of a bucket in a buffer set."""
+def bucket_buffers(
+    program: Program, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> tuple[BucketBuffers | None, ...]:
+    """The buffers of each bucket, with the bucket's dtype; None for a local bucket. Rounds share memory."""
+    travelling = [(program.buffer_set(index), run) for index, run in enumerate(program.buckets) if not run.local]
+    sizes: dict[tuple[int, int], tuple[int, ...]] = {}
+    for (place, run), dtype in zip(travelling, dtypes, strict=False):
+        parts = [dtype.itemsize * aligned(numel) for numel in _numels(run)]
+        sizes[place] = tuple(map(max, sizes.get(place, parts), parts))
+    # A single block is easier to allocate than four.
+    blocks = {place: torch.empty(sum(parts), device=device, dtype=torch.uint8) for place, parts in sizes.items()}
+    made = list[BucketBuffers | None]()
+    for (place, run), dtype in zip(travelling, dtypes, strict=False):
+        in_block = zip(blocks[place].split(sizes[place]), _numels(run), strict=True)
+        made.append(_in_block(run, program.rank, blocks[place], *(p.view(dtype)[:numel] for p, numel in in_block)))
+    return (*made, *[None] * len(program.local))
+
+
+def _in_block(
+    run: BucketProgram, rank: int, block: Tensor, home: Tensor, inbox: Tensor, outbox: Tensor, shared: Tensor
+) -> BucketBuffers:
     gathering, returning = run.gathering, run.returning
-    arrived = buffer_set.home if run.replica_gather is None else buffer_set.shared
-    stored = _pieces(run.stored, arrived)
+    results = inbox if run.mirrored else outbox
+    stored = _pieces(run.stored, home if run.replica_gather is None else shared)
     targets: Mapping[int, tuple[BufferPiece, ...]]
     if returning is None:
         targets = {piece.matrix: (piece,) for piece in stored}
     else:
-        targets = _by_matrix(run, returning, buffer_set.leaving(run), buffer_set.home, rank)
-    home = _pieces(gathering.home, buffer_set.home)
-    packed = {piece.matrix: piece.view for piece in home if piece.view is not None}
+        targets = _by_matrix(run, returning, results, home, rank)
+    packed = {piece.matrix: piece.view for piece in _pieces(gathering.home, home) if piece.view is not None}
     assert len(packed) == len(gathering.home), "a rank sends a piece to one owner"
     # A reduce-scatter sums results, so matrices of other owners need zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
-    return BucketBuffers(
-        stored,
-        packed,
-        _by_matrix(run, gathering, buffer_set.inbox, buffer_set.home, rank),
-        targets,
-        buffer_set.outbox if summed else None,
-    )
+    sources, cleared = _by_matrix(run, gathering, inbox, home, rank), outbox if summed else None
+    return BucketBuffers(block, home, inbox, results, shared, stored, packed, sources, targets, cleared)
 
 
 def _by_matrix(
@@ -186,39 +186,17 @@ class Buffers:
         self, program: Program, device: torch.device, dtypes: Sequence[torch.dtype], *, kept: bool = False
     ) -> None:
         self.device, self.dtypes = device, tuple(dtypes)
-        self.buffer_sets = make_buffer_sets(program, device, dtypes)
-        self.buckets = tuple(
-            None if run.local else bucket_buffers(run, program.rank, buffer_set)
-            for run, buffer_set in zip(program.buckets, self.buffer_sets, strict=True)
-        )
+        self.buckets = bucket_buffers(program, device, dtypes)
         self.memory = StepMemory(self.tensors, kept=kept)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        for buffer_set in self.buffer_sets:
-            yield buffer_set.block
+        yield from (buffers.block for buffers in self.buckets if buffers is not None)
 
 
 def wire_dtypes(plan: Plan, program: Program) -> tuple[torch.dtype, ...]:
     """The dtype of matrices in transit, by bucket."""
     return tuple(WIRE_DTYPES[plan.wire_bytes(run.bucket)] for run in program.buckets)
-
-
-def make_buffer_sets(program: Program, device: torch.device, dtypes: Sequence[torch.dtype]) -> tuple[BufferSet, ...]:
-    """The buffer set of each bucket, with the bucket's dtype. Rounds share memory. Local buckets get empty buffers."""
-    places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
-    numels = [(0, 0, 0, 0) if run.local else _numels(run) for run in program.buckets]
-    largest: dict[tuple[int, int] | None, tuple[int, ...]] = {}
-    for place, parts, dtype in zip(places, numels, dtypes, strict=True):
-        sizes = [dtype.itemsize * aligned(numel) for numel in parts]
-        largest[place] = tuple(map(max, largest.get(place, sizes), sizes))
-    # A single block is easier to allocate than four.
-    blocks = {place: torch.empty(sum(sizes), device=device, dtype=torch.uint8) for place, sizes in largest.items()}
-    result = []
-    for place, parts, dtype in zip(places, numels, dtypes, strict=True):
-        in_block = zip(blocks[place].split(largest[place]), parts, strict=True)
-        result.append(BufferSet(blocks[place], *(part.view(dtype)[:numel] for part, numel in in_block)))
-    return tuple(result)
 
 
 def _numels(run: BucketProgram) -> tuple[int, int, int, int]:
@@ -324,8 +302,7 @@ class Exchange:
     """Runs the collectives of a program."""
 
     def __init__(self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement) -> None:
-        self._runs, self._buffer_sets, self.collectives = program.buckets, buffers.buffer_sets, collectives
-        self._results = [sets.leaving(run) for sets, run in zip(self._buffer_sets, self._runs, strict=True)]
+        self._runs, self._buffers, self.collectives = program.buckets, buffers.buckets, collectives
         groups = (phase.group for run in self._runs for phase in run.phases[:2] if phase.travels)
         self._groups = {ranks: agreement.group(ranks) for ranks in groups}
         gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
@@ -355,45 +332,52 @@ class Exchange:
     def traffic(self) -> Traffic:
         return self.collectives.traffic
 
+    def _travelling(self, index: int) -> BucketBuffers:
+        buffers = self._buffers[index]
+        assert buffers is not None, "a local bucket has no collective"
+        return buffers
+
     def gather(self, index: int) -> None:
         """Start to send the packed pieces of a bucket to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
-        buffer_set, group = self._buffer_sets[index], self._groups[phase.group]
+        buffers, group = self._travelling(index), self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
-            sent = buffer_set.home[phase.kept :]
-            works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
+            sent = buffers.home[phase.kept :]
+            works = self.collectives.all_to_all(buffers.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:
-            sent = buffer_set.home[: phase.home_numel]
-            works = self.collectives.all_gather(buffer_set.inbox, phase.owned_splits, sent, group)
+            sent = buffers.home[: phase.home_numel]
+            works = self.collectives.all_gather(buffers.inbox, phase.owned_splits, sent, group)
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
         """Start to send the results of a bucket to the holders."""
         run = self._runs[index]
-        buffer_set, phase, works = self._buffer_sets[index], run.returning, list[dist.Work]()
+        phase, works = run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
-            group, results = self._groups[phase.group], self._results[index]
+            buffers, group = self._travelling(index), self._groups[phase.group]
             if phase.collective is Collective.ALL_TO_ALL:
-                received = buffer_set.home[phase.kept :]
-                works = self.collectives.all_to_all(received, phase.home_splits, results, phase.owned_splits, group)
+                received = buffers.home[phase.kept :]
+                works = self.collectives.all_to_all(
+                    received, phase.home_splits, buffers.results, phase.owned_splits, group
+                )
             else:
-                received = buffer_set.home[: phase.home_numel]
-                works = self.collectives.reduce_scatter(received, phase.owned_splits, results, group)
+                received = buffers.home[: phase.home_numel]
+                works = self.collectives.reduce_scatter(received, phase.owned_splits, buffers.results, group)
         if run.replica_gather is not None and run.replica_gather.travels:
-            works = self._spread(run.replica_gather, buffer_set, works)
+            works = self._spread(run.replica_gather, self._travelling(index), works)
         if works:
             self._pending[index] = works
 
-    def _spread(self, phase: Phase, buffer_set: BufferSet, before: Sequence[dist.Work]) -> list[dist.Work]:
+    def _spread(self, phase: Phase, buffers: BucketBuffers, before: Sequence[dist.Work]) -> list[dist.Work]:
         # On a separate stream, so that the computing stream goes on with the next round.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             wait_all(before)
             group = self._replica_groups[phase.group]
             return self.collectives.all_gather(
-                buffer_set.shared, phase.owned_splits, buffer_set.home[: phase.home_numel], group
+                buffers.shared, phase.owned_splits, buffers.home[: phase.home_numel], group
             )
 
     def wait(self, index: int) -> None:
