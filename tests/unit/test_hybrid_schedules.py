@@ -47,15 +47,6 @@ def test_a_scheduler_sets_the_rate_of_every_group(name: str) -> None:
     assert len(set.union(*rates)) > 1, rates
 
 
-@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
-def test_a_cycle_of_the_momentum_is_refused_with_the_remedy(name: str) -> None:
-    model = Decoder()
-    hybrid = Hybrid(model, **OPTIONS)
-    getattr(torchs, name)(hybrid, **{**TORCH[name](hybrid), "cycle_momentum": True})
-    with pytest.raises(ValueError, match=r"cannot cycle Muon's momentum and AdamW's betas .* cycle_momentum=False"):
-        train(model, hybrid, range(1))
-
-
 def test_defaults_have_the_rate_and_the_decay() -> None:
     defaults = Hybrid(Decoder(), lr=0.01, weight_decay=0.2).defaults
     assert (defaults["lr"], defaults["weight_decay"]) == (0.01, 0.2)
@@ -70,22 +61,6 @@ def test_a_key_of_another_package_passes_through_a_checkpoint() -> None:
     other = Hybrid(Decoder(1), **OPTIONS)
     other.load_state_dict(hybrid.state_dict())
     assert [group["foreign"] for group in other.param_groups] == [0.65] * 3
-
-
-@pytest.mark.parametrize(
-    ("argument", "options", "fault"),
-    [
-        ("parameters", {}, r"^model: is a list of parameters.* pass the model itself, as in Hybrid\(model\)"),
-        ("named_parameters", {}, r"pass the model itself"),
-        ("model", {"momentum": 0.9}, r"no keyword momentum; give options of one optimizer as muon=\{'momentum': ...\}"),
-        ("model", {"betas": (0.9, 0.9)}, r"as adamw=\{'betas': ...\}"),
-    ],
-)
-def test_wrong_arguments_are_refused_with_the_call_that_works(argument: str, options: Any, fault: str) -> None:
-    model = Decoder()
-    given = model if argument == "model" else getattr(model, argument)()
-    with pytest.raises((ValueError, TypeError), match=fault):
-        Hybrid(given, **options)
 
 
 def test_the_remedy_for_a_missing_gradient_works_as_written() -> None:

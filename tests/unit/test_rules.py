@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.shared import muon_keywords
+from tests.unit.test_refusals import Own, WithOptions
 from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms import algorithm_of
 from titan_muon.algorithms.second_moment import NorMuon
@@ -20,7 +19,6 @@ from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.kernels.fused import with_fused
 from titan_muon.kernels.measured import Choices
 from titan_muon.options import MuonOptions, OptionError
-from titan_muon.ranges import FRACTION
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
     "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),
@@ -79,46 +77,6 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
     torch.testing.assert_close(*weights)
 
 
-SPHERE = {"algorithm": "muonh", "weight_decay": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"algorithm": "normoun"}, "algorithm = 'normoun' is unknown; did you mean 'normuon'"),
-        ({"algorithm": "muonh"}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
-        ({**SPHERE, "cautious": True}, "cautious = True changes weight decay"),
-        ({**SPHERE, "decay_follows_lr": True}, "decay_follows_lr = True changes weight decay"),
-        ({**SPHERE, "overlap": "forward"}, "overlap = 'forward' applies updates in forward"),
-        ({**SPHERE, "offload": "parameters"}, "offload = 'parameters'"),
-        ({"adjust_lr_fn": True}, "adjust_lr_fn = True is not accepted"),
-        ({"adjust_lr_fn": 0.0}, "adjust_lr_fn = 0.0 is not accepted"),
-        ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1 is not accepted"),
-        ({"beta2": 0.9}, "beta2 = 0.9 has no effect without algorithm = 'normuon', 'adamuon' or 'soap'; set both"),
-        ({"soap_freq": 5}, "soap_freq = 5 has no effect without algorithm = 'soap'; set both, or neither"),
-        (
-            {"algorithm": ["normuon", "adamuon"]},
-            "algorithm = ['normuon', 'adamuon']: two of these keep a state of the same name; take one",
-        ),
-        (
-            {"algorithm": ["soap", "adamuon"]},
-            "algorithm = ['soap', 'adamuon']: two of these change the momentum; take one of them",
-        ),
-        ({"algorithm": ["soap", "muonh"]}, "two of these change the update of the weights; take one of them"),
-        ({"algorithm": ["muonh", "normuon"]}, "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
-        ({"algorithm": ["muoneq", "muonh"], "weight_decay": 0.0, "beta2": 0.9}, "beta2 = 0.9 has no effect"),
-        ({"algorithm": ["normuon", "normuon"]}, "it takes a name, or a list of different names"),
-        ({"algorithm": []}, "it takes a name, or a list of different names"),
-        ({"algorithm": ["normuon", "soup"]}, "algorithm = 'soup' is unknown; did you mean 'soap'"),
-        ({"momentum_start": 0.5}, "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
-    ],
-)
-def test_options_without_a_use_in_the_rule_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(**options)).build()
-    assert message in str(refused.value)
-
-
 def matrices(seed: int, *groups: dict[str, Any]) -> list[dict[str, Any]]:
     """A (16, 24) matrix for each group."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,24 +92,6 @@ def stepped(muon: Muon, seed: int) -> Muon:
             param.grad = torch.randn(16, 24, generator=generator).to(param.dtype)
     muon.step()
     return muon
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "message"),
-    [
-        ("adamw", {}, "algorithm = 'adamw' marks parameters of another algorithm; give them to titan_muon.adamw.AdamW"),
-        ("soap", {"state_dtype": "int8"}, "state_dtype = 'int8' does not fit algorithm = 'soap'"),
-        ("muonh", {"weight_decay": 0.0, "overlap": "forward"}, "overlap = 'forward' applies updates in forward"),
-        ("muonh", {"weight_decay": 0.0, "offload": "parameters"}, "offload = 'parameters'"),
-        ("muoneq", {"beta2": 0.9}, "beta2 = 0.9 has no effect without"),
-        (3, {}, "algorithm = 3 is not accepted; it takes a name, or a list of different names, in the group of w1"),
-        ("muonh", {"weight_decay": 0.2}, "keeps the norm of each matrix instead; set 0, in the group of w1"),
-    ],
-)
-def test_a_group_is_refused_as_a_whole_muon(algorithm: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        Muon(matrices(0, {}, {"algorithm": algorithm}), **muon_keywords(**options)).build()
-    assert message in str(refused.value)
 
 
 def test_muon_and_normuon_in_one_muon_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,66 +210,8 @@ def test_loading_keeps_the_algorithm_of_a_group() -> None:
     assert loading.param_groups[1]["algorithm"] == ["normuon", "muoneq"]
     moments = [muon.state[muon.param_groups[1]["params"][0]]["second_moment.0"] for muon in (saved, loading)]
     assert torch.equal(*moments)
-    with pytest.raises(ValueError, match=r"w1: the state dict has no second_moment\.0"):
-        loading.load_state_dict(alone.state_dict())
     alone.load_state_dict(saved.state_dict())
     assert "algorithm" not in alone.param_groups[1]
-
-
-def test_muonh_refuses_bfloat16_weights_by_name() -> None:
-    muon = Muon([("w", nn.Parameter(torch.eye(16).bfloat16()))], algorithm="muonh", weight_decay=0.0)
-    with pytest.raises(ValueError, match=r"algorithm = 'muonh' needs float32 weights.*: w"):
-        muon.build()
-
-
-def test_a_third_party_rule_checks_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(MuonAlgorithm):
-        def check_group(self, group: Any) -> None:
-            raise OptionError("nesterov", "is not for this rule")
-
-    monkeypatch.setitem(registry.algorithms._values, "refusing", Refusing)
-    with pytest.raises(OptionError, match="nesterov is not for this rule"):
-        Muon([("w", nn.Parameter(torch.eye(16)))], algorithm="refusing")
-
-
-@dataclass(frozen=True)
-class Own:
-    share: Annotated[float, FRACTION] = 0.5
-    form: Literal["a", "b"] = "a"
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if self.count == 13:
-            raise ValueError("13 brings bad luck")
-
-
-class WithOptions(MuonAlgorithm):
-    Options = Own
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"mine": {"shar": 0.1}}, "algorithm_options.mine.shar is unknown; leave it out: .* takes share, form, count"),
-        ({"mine": {"share": "x"}}, "algorithm_options.mine.share = 'x' is not accepted; it takes a number"),
-        ({"mine": {"count": True}}, "algorithm_options.mine.count = True is not accepted; it takes an integer"),
-        (
-            {"mine": {"share": 1}},
-            "algorithm_options.mine.share = 1.0 is not accepted; it takes a number from 0 to less",
-        ),
-        ({"mine": {"form": "c"}}, "algorithm_options.mine.form = 'c' is not one of a, b"),
-        ({"mine": {"count": 13}}, "algorithm_options.mine = .* is not accepted: 13 brings bad luck"),
-        ({"mien": {}}, "algorithm_options.mien belongs to no algorithm; did you mean 'mine'"),
-        ({"muon": {"share": 1}}, "algorithm_options.muon.share is unknown; .* the algorithm has no options of its own"),
-    ],
-)
-def test_the_options_of_a_registered_algorithm_are_checked(
-    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(registry.algorithms._values, "mine", WithOptions)
-    parameters = [("w", nn.Parameter(torch.eye(16)))]
-    with pytest.raises(OptionError, match=message):
-        Muon(parameters, algorithm=["mine", "muon"], expert=Expert(algorithm_options=given))
 
 
 def test_the_options_of_a_registered_algorithm_reach_it_as_its_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:

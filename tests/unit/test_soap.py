@@ -63,27 +63,6 @@ def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
     assert work.state_bytes == 4 * (2 * 24**2 + 2 * 40**2 + 2 * 24 * 40 + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"state_dtype": "int8"}, "state_dtype = 'int8' does not fit algorithm = 'soap'"),
-        ({"state_dtype": "bfloat16"}, "set 'float32'"),
-        ({"offload": "state"}, "offload = 'state' does not fit algorithm = 'soap'"),
-        ({"offload": "parameters"}, "CPUOffloadPolicy implies 'parameters'"),
-        ({"state": "owner"}, "all states are on the owner already; set 'replicated'"),
-        ({"momentum_warmup_steps": 3}, "momentum_warmup_steps = 3 does not fit"),
-        ({"ns_kernel": "plain"}, "it has no Newton-Schulz; set 'auto'"),
-        ({"ns_dtype": "float32"}, "ns_dtype = 'float32' does not fit"),
-        ({"adjust_lr_fn": "original"}, "adjust_lr_fn = 'original' has no effect with algorithm = 'soap'"),
-        ({"ns_steps": 7}, "ns_steps = 7 has no effect"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        made(**options)[1].build()
-    assert message in str(refused.value)
-
-
 def test_a_move_to_the_host_is_refused_and_nothing_changes() -> None:
     param, muon = made()
     step(param, muon, drawn(1, *SHAPE))

@@ -3,19 +3,11 @@
 import copy
 from typing import Any
 
-import pytest
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import Parameter
-
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
-from tests.parity.layouts import drawn
 from tests.parity.table import row
 from tests.parity.training import Training
-from tests.shared import local, message, muon_keywords
-from titan_muon import Muon, own
-from titan_muon.options import OptionError
+from tests.shared import local, message
 from titan_muon.planner.summary import summarize
 
 SHAPES = ("wide", "tall", "experts")
@@ -77,27 +69,3 @@ def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused()
         assert "wide: the state dict has no momentum" in refused
         assert "muon.state with torch.distributed.checkpoint" in refused
         assert "the momentum is on its owner alone" in read, "an empty tensor would be taken for the momentum"
-
-
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"exchange": "all_gather_reduce_scatter"}, r"state = 'owner': exchange = .* or state = 'replicated'"),
-        ({"replicas": "redundant"}, r"state = 'owner': replicas = .* or state = 'replicated'"),
-        ({"planner": "rule"}, "state = 'owner' needs planner = 'search'"),
-    ],
-)
-def test_options_that_do_not_fit_a_momentum_on_its_owner_are_refused(options: dict[str, Any], fault: str) -> None:
-    with pytest.raises(OptionError, match=fault):
-        Muon([("w", Parameter(drawn("wide", 0)))], **muon_keywords(state="owner", **options)).build()
-
-
-def own_it(rank: int, world_size: int) -> str:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    own(model, mesh=init_device_mesh("cpu", (world_size,)))
-    return message(lambda: Muon(model.named_parameters(), state="owner").build())
-
-
-def test_owned_placement_refuses_state_owner() -> None:
-    for text in run_ranks(own_it, 2, timeout=SECONDS):
-        assert 'state = "owner": 0.weight is owned, and its momentum is on its owner alone already' in text

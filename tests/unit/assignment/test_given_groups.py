@@ -1,6 +1,5 @@
 """Hybrid.from_groups takes the parameter groups of Keller Jordan's and dion's Muon as they are."""
 
-import re
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from titan_muon import Expert, Hybrid
-from titan_muon.options import OptionError
 
 REFERENCE = Expert(orthogonalize="reference")
 
@@ -86,49 +84,9 @@ def test_a_hybrid_of_groups_continues_from_its_state_dict() -> None:
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"algorithm": "lion"}, r"groups\[0\]\.algorithm = 'lion' is not here; choose 'muon' or 'adamw'"),
-        ({"flatten": True}, r"groups\[0\]\.flatten = True: describe the matrices of a convolution by muon"),
-        ({"adjust_lr": None}, r"adjust_lr = None has no adjust_lr_fn here"),
-        ({"momentun": 0.9}, r"groups\[0\]\.momentun is no key of a group here; it takes"),
-        ({"params": [torch.zeros(2, 2)]}, r"groups\[0\]: a tensor of shape \(2, 2\) is not the model's"),
-        ({"use_muon": True}, r"groups: mark those of Muon by use_muon = True, as Keller Jordan's, or by algorithm"),
-    ],
-)
-def test_what_a_group_cannot_be_here_is_named(changes: dict[str, Any], says: str) -> None:
-    model = Model()
-    first, *others = dion(model)
-    with pytest.raises(ValueError, match=says):
-        Hybrid.from_groups(model, [{**first, **changes}, *others])
-
-
-def test_a_parameter_in_groups_of_both_optimizers_is_an_error() -> None:
-    model = Model()
-    first, second = keller_jordan(model)
-    with pytest.raises(ValueError, match=r"groups\[1\]: head\.weight is in groups\[0\] too; give every parameter once"):
-        Hybrid.from_groups(model, [first, {**second, "params": [*model.matrices, model.head.weight]}])
-
-
-def test_a_group_without_a_mark_is_an_error() -> None:
-    model = Model()
-    first, second = keller_jordan(model)
-    del second["use_muon"]
-    with pytest.raises(OptionError, match=r"groups\[1\]: has no use_muon; set True for Muon, False for AdamW"):
-        Hybrid.from_groups(model, [first, second])
-
-
 def test_parameters_in_no_group_are_named() -> None:
     model = Model()
     with pytest.warns(UserWarning, match=r"head\.weight: in no group, so that no optimizer trains them"):
         Hybrid.from_groups(
             model, [{**dion(model)[0], "algorithm": "muon"}, {**dion(model)[1], "params": model.rest[:3]}]
         )
-
-
-def test_an_option_that_is_no_keyword_of_the_whole_optimizer_is_refused() -> None:
-    model = Model()
-    for muon, remedy in (({"idle": "hold"}, "pass expert=Expert(idle=...)"), ({"lr": 0.1}, "pass a key of its groups")):
-        with pytest.raises(OptionError, match=re.escape(remedy)):
-            Hybrid.from_groups(model, keller_jordan(model), muon=muon)

@@ -1,13 +1,11 @@
 """Momentum in 8 bits: the error of a block, unbiased rounding, and refusals."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.features.eight_bit import BLOCK, decoded, encode
 
@@ -68,22 +66,3 @@ def test_each_step_rounds_the_momentum_by_its_own_draws() -> None:
         muon.step()
         numbers.append(muon.state[param]["momentum_buffer"].clone())
     assert not torch.equal(*numbers)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [("float32", "int8"), ("int8", "float32")])
-def test_a_state_dict_of_a_different_dtype_is_refused_with_the_remedy(saved: str, loaded: str) -> None:
-    param = nn.Parameter(drawn(16, 96))
-    param.grad = drawn(16, 96, seed=1)
-    first, second = (Muon([("w", param)], state_dtype=dtype) for dtype in (saved, loaded))
-    first.step()
-    state = first.state[param]
-    if saved == "int8":
-        assert (state["momentum_buffer"].dtype, state["momentum_scale"].shape) == (torch.int8, (16, 2))
-    with pytest.raises(ValueError, match=r"w: .* a momentum_buffer in .*set state_dtype as it was saved"):
-        second.load_state_dict(first.state_dict())
-
-
-@pytest.mark.parametrize("options", [{"offload": "state"}, {"state": "owner"}], ids=str)
-def test_options_unfit_for_int8_momentum_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="int8"):
-        Muon([("w", nn.Parameter(torch.eye(16)))], **muon_keywords(state_dtype="int8", **options)).build()

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -350,25 +350,6 @@ def test_a_table_has_each_element_once_and_hints_that_hold() -> None:
     for view, flat, is_aligned in hints:
         made = Table.of(rows_of([[view], [torch.empty(view.shape)]], [0]))
         assert (made.flat, made.aligned) == (flat, is_aligned), view.stride()
-
-
-def refusals() -> Iterator[Any]:
-    yield pytest.param({}, r"^fused = True needs Triton, which does not run on cpu; install", id="cpu")
-    for rule in ("adamuon", "muonh", "soap"):
-        yield pytest.param(
-            {"algorithm": rule, "weight_decay": 0.0},
-            rf"no kernels for algorithm = '{rule}', but for 'muon' and 'normuon'; set False",
-            id=rule,
-        )
-
-
-@pytest.mark.parametrize(("options", "message"), list(refusals()))
-def test_a_rule_or_device_without_kernels_is_refused(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match=message):
-        Muon([("w", nn.Parameter(torch.ones(16, 16)))], **muon_keywords(fused=True, **options)).build()
 
 
 def test_wider_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,17 @@
 """Rounds that forward can hide, and the buckets that end there."""
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor import distribute_tensor
 
 from tests.machines import rates
-from tests.shared import muon_keywords
 from tests.unit.plans import plan_of
-from titan_muon import Muon
 from titan_muon.engine.layout.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 from titan_muon.engine.step.step import Bucket
 from titan_muon.engine.step.views import BucketViews
-from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.features.forward import ForwardUpdates
 from titan_muon.options import Overlap
-from titan_muon.owned.param import place_on_owners
 from titan_muon.planner.timeline import timeline
 
 LAYERS = 8
@@ -70,24 +59,6 @@ def test_a_step_is_not_slower_with_hidden_returns() -> None:
         for overlap in ("none", "forward")
     )
     assert overlapped <= without
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh on rank 0 of two, without the other rank."""
-    with fake_world(2):
-        yield init_device_mesh("cpu", (2,))
-
-
-@pytest.mark.parametrize(("option", "value"), [("overlap", "forward"), ("exchange", "all_gather")])
-def test_an_option_of_travelling_matrices_is_refused_for_only_owned_parameters(
-    mesh: DeviceMesh, option: str, value: Any
-) -> None:
-    owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
-    sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
-    with pytest.raises(ValueError, match=rf"^{option} = '{value}' has no effect: .*\(layers.0.w\), and no other"):
-        Muon([("layers.0.w", owned)], **muon_keywords(**{option: value})).build()
-    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], **muon_keywords(**{option: value})).plan.buckets
 
 
 def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first_other_bucket() -> None:

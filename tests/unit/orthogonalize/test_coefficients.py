@@ -30,24 +30,6 @@ def test_one_step_is_repeated_and_a_schedule_is_used_unchanged() -> None:
     assert coefficients([[1, 2, 3], [4, 5, 6]], 2) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 
 
-@pytest.mark.parametrize(
-    ("choice", "steps", "message"),
-    [
-        ("keller_jordon", 5, r"is not one of keller_jordan, you_jiacheng, .*; did you mean 'keller_jordan'\?"),
-        ("you_jiacheng", 4, "has 5 steps but ns_steps = 4"),
-        ("keller_jordan", 0, "ns_steps = 0"),
-        ([[1, 2]], 1, "not three finite numbers"),
-        ([[1, 2, math.nan]], 1, "not three finite numbers"),
-        ([["a", 2, 3]], 1, "not three finite numbers"),
-        ([1.0, 2.0, 3.0], 3, "not three finite numbers"),
-    ],
-    ids=str,
-)
-def test_wrong_coefficients_are_refused(choice: Any, steps: int, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        coefficients(choice, steps)
-
-
 def test_polar_express_uses_the_papers_steps_and_repeats_the_last_step() -> None:
     steps = coefficients("polar_express", 12)
     assert steps[:5] == COEFFICIENTS["polar_express"]
@@ -76,11 +58,6 @@ def test_pion_keeps_singular_values_above_a_threshold_and_removes_those_below(na
     values = torch.tensor([0.9 * threshold, 1.1 * threshold, 1.0], dtype=torch.float64)
     values = after((*steps, *steps[-1:] * 5), values)
     assert torch.allclose(values, torch.tensor([0.0, 1.0, 1.0]).double(), atol=1e-3)
-
-
-def test_steps_that_amplify_without_bound_are_refused_although_their_linear_term_is_zero() -> None:
-    with pytest.raises(OptionError, match="diverge"):
-        Dispatch(dtype="float32").choose(1024, 4096, ((0.0, 5.0, -1.5),) * 5)
 
 
 def test_a_cubic_iteration_converges_to_the_polar_factor() -> None:

@@ -121,18 +121,6 @@ def test_a_kernel_is_used_from_the_measured_size_for_fitting_sides() -> None:
     assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"algorithm": "gram", "dtype": "bfloat16"}, "'gram' diverges in it; choose 'float16' or 'float32'"),
-        ({"algorithm": "reference", "dtype": "float32"}, "'reference' is torch.optim.Muon's arithmetic"),
-    ],
-)
-def test_unsafe_options_are_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Dispatch(**options)  # type: ignore[arg-type]
-
-
 class Operators(TorchDispatchMode):
     """Counts the operators with a kernel on a device."""
 

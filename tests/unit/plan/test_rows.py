@@ -3,7 +3,6 @@
 from itertools import pairwise, product
 from math import prod
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,26 +45,7 @@ def test_ranks_have_the_pieces_of_their_rows_and_groups_have_whole_matrices(case
     check_assemblies(Geometry(*case))
 
 
-WRONG = {
-    "a gap": ((0, 5), (6, 12)),
-    "an overlap": ((0, 7), (5, 12)),
-    "twice": ((0, 12), (0, 12)),
-    "too many": ((0, 6), (6, 13)),
-    "none": ((0, 0), (0, 0)),
-}
-
-
-@pytest.mark.parametrize("rows", WRONG.values(), ids=WRONG)
-def test_ranges_that_are_not_every_row_once_are_refused(rows: tuple[tuple[int, int], ...]) -> None:
-    layout = Layout((12, 4), Mesh((2,), (0, 1)), (Shard(0),), rows=tuple(Interval(*pair) for pair in rows))
-    listed = ", ".join(f"{start}:{stop}" for start, stop in rows)
-    with pytest.raises(ValueError, match=f"rows {listed}, which are not all 12 rows once"):
-        check_rows(layout)
-
-
 def test_each_replica_has_every_row() -> None:
     mesh, placements = Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0))
     halves = Interval(0, 3), Interval(3, 12)
     check_rows(Layout((12, 4), mesh, placements, rows=(*halves, *halves)))
-    with pytest.raises(ValueError, match="not all 12 rows once"):
-        check_rows(Layout((12, 4), mesh, placements, rows=(halves[0], halves[0], halves[1], halves[1])))

@@ -202,30 +202,6 @@ def refuse(*_: Any, **__: Any) -> None:
     raise MemoryError("no memory")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "fault"),
-    [
-        ("maximize", True, "^maximize is no key of a Muon group; negate the loss"),
-        ("momentun", 0.9, "^momentun is no key of a Muon group; did you mean momentum"),
-        ("lr_scale", "original", "^lr_scale is no key of a Muon group; did you mean adjust_lr_fn"),
-        (
-            "exchange",
-            "all_gather",
-            r"^exchange holds for all parameters of a Muon; pass expert=Expert\(exchange=\.\.\.\) to Muon",
-        ),
-        ("use_muon", False, r"^use_muon = False marks .* titan_muon\.adamw\.AdamW, .* titan_muon\.Hybrid"),
-    ],
-)
-def test_a_misplaced_or_misspelt_key_of_a_group_is_refused(key: str, value: Any, fault: str) -> None:
-    group = {"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], key: value}
-    with pytest.raises(ValueError, match=fault):
-        Muon([group])
-    muon = Muon([("v", nn.Parameter(torch.ones(4, 6)))])
-    with pytest.raises(ValueError, match=fault):
-        muon.add_param_group(group)
-    assert len(muon.param_groups) == 1
-
-
 def test_keys_of_other_libraries_pass_through_untouched() -> None:
     """Keys of timm, mmengine, fairseq, torch's schedulers and optimizers, and of other Muons."""
     keys = {"lr_scale": 0.65, "lr_mult": 0.5, "max_momentum": 0.95, "differentiable": False, "use_muon": True}
@@ -233,86 +209,15 @@ def test_keys_of_other_libraries_pass_through_untouched() -> None:
     assert muon.param_groups[0].items() >= keys.items()
 
 
-@pytest.mark.parametrize(
-    ("group", "fault"),
-    [
-        ({"params": [nn.Parameter(torch.ones(16))], "param_names": ["v"]}, "v: Muon takes matrices"),
-        ({"params": [nn.Parameter(torch.ones(16, 16, device="meta"))], "param_names": ["v"]}, "v: .*meta"),
-        ({"params": [nn.Parameter(torch.ones(16, 16))], "param_names": ["v"], "ns_steps": 0}, "ns_steps = 0"),
-    ],
-)
-def test_a_refused_group_is_not_added(group: dict[str, Any], fault: str) -> None:
+def test_a_refused_group_is_not_added() -> None:
     muon = Muon([("w", nn.Parameter(torch.ones(16, 16)))]).build()
-    with pytest.raises(ValueError, match=fault):
-        muon.add_param_group(group)
+    vector, matrix = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16, 16))
+    for group in ({"params": [vector]}, {"params": [matrix], "ns_steps": 0}):
+        with pytest.raises(ValueError, match=r"v: Muon takes matrices|ns_steps = 0"):
+            muon.add_param_group({"param_names": ["v"], **group})
     muon.param_groups[0]["params"][0].grad = torch.ones(16, 16)
     muon.step()
     assert [group["param_names"] for group in muon.param_groups] == [["w"]]
-
-
-@pytest.mark.parametrize(
-    ("count", "fault"),
-    [(1, r"layers\.0\.w: Muon takes matrices .*DeepSpeed ZeRO"), (2, r"1 parameters and 2 names.*DeepSpeed ZeRO")],
-)
-def test_parameters_flattened_after_construction_are_refused_as_the_work_of_deepspeed(count: int, fault: str) -> None:
-    muon = Muon(list(parameters().items())[:count])
-    muon.param_groups[0]["params"] = [nn.Parameter(torch.ones(96 * count))]
-    with pytest.raises(ValueError, match=rf"{fault}.* fully_shard \(FSDP2\)"):
-        muon.build()
-
-
-MODEL = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-
-
-@pytest.mark.parametrize(
-    ("given", "fault"),
-    [
-        (MODEL, r"titan_muon\.Hybrid\(model\)"),
-        (MODEL.parameters, r"titan_muon\.Hybrid\(model\)"),
-        # Like ZeroRedundancyOptimizer's groups.
-        ([{"params": list(parameters().values()), "param_names": ["w"]}], "2 parameters and 1 names.*ZeroRedundancy"),
-        ([("w", nn.Parameter(torch.ones(4, 6, dtype=torch.complex64)))], "w: has dtype torch.complex64, and Muon"),
-        ([("w", nn.Parameter(torch.ones(4)))], "w: Muon takes matrices"),
-    ],
-)
-def test_unfit_parameters_are_refused_at_construction(given: Any, fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        Muon(given() if callable(given) and not isinstance(given, nn.Module) else given)
-
-
-def test_a_tensor_with_two_names_is_refused() -> None:
-    param = nn.Parameter(torch.ones(16, 16))
-    with (
-        pytest.warns(UserWarning, match="duplicate parameters"),
-        pytest.raises(ValueError, match="b: is the same tensor as a; give every parameter once"),
-    ):
-        Muon([("a", param), ("b", param)])
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_tensor_repeated_without_names_is_refused_before_the_first_step() -> None:
-    param = nn.Parameter(torch.ones(16, 16))
-    muon = Muon([param, param])
-    with pytest.raises(ValueError, match=r"0\.1: is the same tensor as 0\.0; give every parameter once"):
-        muon.build()
-
-
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    params = parameters()
-    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
-    for param in params.values():
-        param.grad = torch.ones_like(param).detach()
-    params["layers.1.w"].grad = torch.ones(12, 8).to_sparse()
-    with pytest.raises(ValueError, match=r"layers\.1\.w: the gradient is sparse, .* torch\.optim\.SparseAdam"):
-        muon.step()
-
-
-def test_a_single_missing_gradient_in_the_first_step_is_an_error_with_the_remedies_for_it() -> None:
-    params = parameters()
-    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
-    params["layers.1.w"].grad = torch.ones(12, 8)
-    with pytest.raises(ValueError, match=r"^no gradient for layers\.0\.w: use the parameter in the loss"):
-        muon.step()
 
 
 def test_unsuitable_parameters_cause_a_single_warning() -> None:
@@ -329,15 +234,6 @@ def test_a_stack_of_thin_matrices_causes_a_warning_unless_a_split_reads_wide_mat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Muon([("conv", convolution)], split=[Split(match="conv", dims="o i k -> | o (i k)")])
-
-
-def test_a_closed_optimizer_is_refused() -> None:
-    params = parameters()
-    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
-    train(muon, params, range(1))
-    muon.close()
-    with pytest.raises(ValueError, match="this Muon was closed"):
-        train(muon, params, range(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -41,11 +41,6 @@ def test_the_reference_of_the_tests_equals_torch_optim_muon(options: dict[str, A
         assert torch.equal(reference.average[name], optimizer.state[param]["momentum_buffer"]), name
 
 
-def test_an_unknown_adjust_lr_fn_lists_the_known_scales() -> None:
-    with pytest.raises(ValueError, match=r"adjust_lr_fn = .*match_rms_adamw, original, spectral_unclamped"):
-        update.lr_factor("rms", 2, 2)
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("state", "wire"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire: torch.dtype, nesterov: bool) -> None:

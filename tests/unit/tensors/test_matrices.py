@@ -24,21 +24,12 @@ def test_by_default_a_parameter_is_a_matrix_or_a_stack() -> None:
     assert parameter.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2, 2), (0, 4)])
-def test_non_matrix_parameters_are_refused_by_name(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"layers\.0\.w: Muon takes matrices .*give it to another optimizer") as error:
-        stack_of("layers.0.w", shape)
-    assert ("FSDP1" in str(error.value)) == (shape == (4,)), "a flat piece may be of a wrapper"
-
-
 def test_the_first_matching_split_decides_and_every_split_has_a_match() -> None:
     other, whole = Split(match="other", dims="f d -> | f d"), Split(match="*", dims="f d -> | f d")
     split = Split(match="*.w", dims="(p f) d -> p | f d", lengths={"p": 2})
     assert len(stack_of("layers.0.w", (6, 4), [other, split, whole]).matrices) == 2
     assert len(stack_of("layers.0.w", (6, 4), [other, whole, split]).matrices) == 1
     check_splits(["layers.0.w"], [split, whole])
-    with pytest.raises(ValueError, match=r"muon\.split: 'other' matches no Muon parameter"):
-        check_splits(["layers.0.w"], [split, other])
 
 
 READ = [
@@ -88,34 +79,6 @@ def test_matrices_stored_as_in_out_are_transposed() -> None:
     assert stack("d f -> | f d").matrices == stack("f d -> | f d").matrices
 
 
-@pytest.mark.parametrize(
-    ("dims", "lengths", "problem"),
-    [
-        ("(g f) d -> g | f d", {}, r"leaves the lengths of g, f open"),
-        ("(g f) d -> g | f d", {"g": 5}, r"does not fit the shape \(6, 4\): g = 5 does not fill 6"),
-        ("(g f) d -> g | f d", {"g": (2, 3)}, r"leaves|does not fill 6"),
-        ("f d -> | f d", {"z": 2}, r"no axis 'z'"),
-        ("f d -> | f d", {"f": (2, -1)}, r"lengths\.f a whole number from 1 on"),
-        ("f d -> | f d", {"f": (2, 4)}, r"only an axis before the bar has parts"),
-        ("f d -> f d", {}, r"no arrow and bar"),
-        ("f d -> f | d", {}, r"has 1 terms after the bar"),
-        ("e f d -> e | f d", {}, r"names 3 dims, and the shape is \(6, 4\)"),
-        ("(2 f) d -> | f d", {}, r"a number or dots"),
-        ("f d -> | f e", {}, r"the axis '[de]' once on each side"),
-        ("(f d -> | f d", {}, r"no einops notation"),
-        ("(a b) c -> | a (b c)", {"a": 2}, r"rows and columns within dim 0"),
-    ],
-)
-def test_unfit_dims_are_refused_by_name(dims: str, lengths: dict[str, int], problem: str) -> None:
-    with pytest.raises(ValueError, match=rf"^layers\.0\.w: muon\.split: dims = .*({problem})"):
-        stack_of("layers.0.w", (6, 4), [Split(match="*", dims=dims, lengths=lengths)])
-
-
-def test_rows_between_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"w: muon\.split.*rows between dims of columns.*permute"):
-        stack_of("w", (2, 3, 4), [Split(match="*", dims="i o k -> | o (i k)")])
-
-
 @pytest.mark.parametrize("dim", range(4))
 def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
     """However experts' gate and up, (E, F, 2, D), are cut, a copy moves more than a row."""
@@ -137,12 +100,9 @@ def test_the_scale_follows_the_shape_of_the_matrix_not_of_the_storage() -> None:
     assert torch.equal(stored, turned.T)
 
 
-@pytest.mark.parametrize("dims", ["(f g) d -> g | f d", "d (g f) -> g | d f"])
-def test_offload_refuses_matrices_with_shared_rows(dims: str) -> None:
+def test_a_step_goes_on_after_a_refusal_to_offload_matrices_with_shared_rows() -> None:
     parameter = nn.Parameter(torch.zeros(6, 6))
-    split = [Split(match="*", dims=dims, lengths={"g": 2})]
-    with pytest.raises(ValueError, match=r'offload = "state" does not take layers\.0\.w, whose matrices share rows'):
-        Muon([("layers.0.w", parameter)], split=split, offload="state").build()
+    split = [Split(match="*", dims="(f g) d -> g | f d", lengths={"g": 2})]
     optimizer = Muon([("layers.0.w", parameter)], split=split)
     with pytest.raises(ValueError, match="share rows"):
         optimizer.offload()
