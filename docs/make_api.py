@@ -27,8 +27,8 @@ import titan_muon
 help(titan_muon.Hybrid)  # arguments, returned values and errors
 ```
 
-The public names of `titan_muon`, then of its modules, each with a link to the file. Methods stand below the class.
-Docstrings have arguments, errors and limits. [options.md](options.md) has the keywords of `Muon` and `Expert`.
+The public names of `titan_muon`, then of its modules, with a link to the file, the parameters and the first sentence of the
+docstring. Methods stand below the class. [options.md](options.md) has the keywords of `Muon` and `Expert`.
 `python docs/make_api.py` writes this page.
 """
 
@@ -47,6 +47,8 @@ MODULES = {
     "titan_muon.trainer": ("HybridOptimizers", "HybridOptimizers.Config", "fit_to_machine"),
 }
 """Public names that `titan_muon` does not export."""
+DESCRIBED = (titan_muon.Muon, titan_muon.Expert)
+"""Classes whose arguments are in docs/options.md."""
 
 
 def signature(thing: Any) -> str:
@@ -76,8 +78,9 @@ def file_of(thing: Any) -> str:
 
 def rows(name: str, thing: Any) -> Iterator[str]:
     """A row for a public name, and one for each documented method of a class."""
-    yield f"| [{name}]({file_of(thing)})`{signature(thing)}` | {sentence(thing)} |"
-    if inspect.isclass(thing):
+    shown = "(...)" if thing in DESCRIBED else signature(thing)
+    yield f"| [{name}]({file_of(thing)})`{shown}` | {sentence(thing)} |"
+    if inspect.isclass(thing) and thing is not titan_muon.Expert:
         for member, value in sorted(vars(thing).items()):
             documented = value.fget if isinstance(value, property) else getattr(value, "__wrapped__", value)
             if not member.startswith("_") and inspect.isfunction(documented) and documented.__doc__:
@@ -91,9 +94,8 @@ def page() -> str:
     for name in sorted(titan_muon.__all__, key=str.lower):
         lines += rows(name, getattr(titan_muon, name))
     for module, names in MODULES.items():
-        lines += ["", f"## {module}", "", "| name | does |", "|---|---|"]
         for name in names:
-            lines += rows(name, attrgetter(name)(import_module(module)))
+            lines += rows(f"{module}.{name}", attrgetter(name)(import_module(module)))
     return "\n".join(lines) + "\n"
 
 
