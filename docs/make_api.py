@@ -27,7 +27,7 @@ import titan_muon
 help(titan_muon.Hybrid)  # arguments, returned values and errors
 ```
 
-The public names of `titan_muon`, then of its modules, with a link to the file, the parameters and the first sentence of the
+The public names of `titan_muon`, then of its modules: link to the file, parameters and first sentence of the
 docstring. Methods stand below the class. [options.md](options.md) has the keywords of `Muon` and `Expert`.
 `python docs/make_api.py` writes this page.
 """
