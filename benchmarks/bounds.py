@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.intervals import Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
 from titan_muon.engine.program.patterns import PATTERNS, LinkTraffic
 from titan_muon.options import Overlap

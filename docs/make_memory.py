@@ -43,6 +43,8 @@ HEADER = (
     *(f"`{key}`" for key in OPTIONS),
     "states between steps",
     "states in a step",
+    "gradients once packed",
+    "with `muon.expert.release_grads`",
     "device at most",
     "host",
 )
@@ -59,9 +61,13 @@ def optimizers(offload: str, momentum: str, averages: str) -> dict[str, torch.op
 
 def row(meta: MetaModel, memory: Memory) -> Iterator[float]:
     """Bytes per parameter on a rank."""
-    elements = sum(parameter.to_local().numel() for parameter in meta.parameters.values())
+    local = {name: parameter.to_local() for name, parameter in meta.parameters.items()}
+    elements = sum(tensor.numel() for tensor in local.values())
+    gradients = [0, 0]
+    if memory.host_parameters == 0:
+        gradients = [sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != o) for o in ("", "muon")]
     between = memory.optimizer_states if memory.host_states == 0 else 0
-    sizes = (between, memory.optimizer_states, memory.sizes["total"], sum(memory.host_sizes.values()))
+    sizes = (between, memory.optimizer_states, *gradients, memory.sizes["total"], sum(memory.host_sizes.values()))
     return (size / elements for size in sizes)
 
 

@@ -13,11 +13,10 @@ from torch.optim.adam import adam
 from .engine.faults.clip import SkipsSteps
 from .engine.faults.faults import ALLOWED, Fault, check_faults, warn_of_skipped
 from .engine.faults.gradient_faults import GradientFaults
-from .engine.state.holder_states import moved_state, moves, new_state, resolved
 from .engine.state.saved import after_pre_hooks, checked_state
+from .engine.state.states import moved_state, needs_move, new_state, resolved
 from .engine.step.foreach import grouped
-from .engine.tensors.device import is_host
-from .engine.tensors.dtensor import local, step_device
+from .engine.tensors.dtensor import is_host, local, step_device
 from .engine.tensors.names import named_parameters, names_in
 from .engine.tensors.storage import placement_key
 from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
@@ -299,7 +298,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._move("none")
 
     def _move(self, to: Offload) -> None:
-        if not moves(self.offloaded, to):
+        if not needs_move(self.offloaded, to):
             return
         self.synchronize()
         self.offloaded = to

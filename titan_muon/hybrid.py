@@ -281,7 +281,7 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     def rebuild(self) -> None:
         """Expect gradients of the parameters that are not frozen now, and plan as `Muon.rebuild`."""
-        Agreement(self.process_group).together(self._follow)
+        Agreement(self.process_group).raise_on_all_ranks(self._follow)
         for part in self.optimizers.values():
             if isinstance(part, Muon | AdamW):
                 part.rebuild()
@@ -333,8 +333,8 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         agreement = Agreement(self.process_group)
-        agreement.together(self._follow)
-        saved = agreement.together(lambda: self._saved_groups(state_dict))
+        agreement.raise_on_all_ranks(self._follow)
+        saved = agreement.raise_on_all_ranks(lambda: self._saved_groups(state_dict))
         of_adamw_alone = not any("optimizer" in group for group in state_dict["param_groups"])
         parts: dict[Optimizer, dict[str, Any]] = {}
         for name, part in self.optimizers.items():
@@ -347,8 +347,8 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         others = [part for part in parts if not isinstance(part, Muon | AdamW)]
         before = [{"state": part.state, "param_groups": part.param_groups} for part in others]
         try:
-            agreement.together(lambda: [part.load_state_dict(parts[part]) for part in others])
-            agreement.together(lambda: [adamw.checked_states(parts[adamw]) for adamw in adamws])
+            agreement.raise_on_all_ranks(lambda: [part.load_state_dict(parts[part]) for part in others])
+            agreement.raise_on_all_ranks(lambda: [adamw.checked_states(parts[adamw]) for adamw in adamws])
             for muon in self._muons if not of_adamw_alone else ():
                 muon.load_state_dict(parts[muon])
         except Exception:

@@ -34,11 +34,16 @@ from .engine.state.groups import (
     rows_of,
     splits_of,
 )
-from .engine.state.holder_states import followed, moved, moves, resolved, unchanged_after_errors, with_states
-from .engine.state.matrix_states import MatrixStates, with_matrix_states
 from .engine.state.saved import after_pre_hooks, check_frozen, check_saved_groups, completed, copy_state, saved_states
-from .engine.step.algorithm import PlanContext
-from .engine.step.feature import check_parts
+from .engine.state.states import (
+    move_to_replacements,
+    moved,
+    needs_move,
+    resolved,
+    unchanged_after_errors,
+    with_matrix_states,
+    with_states,
+)
 from .engine.step.gradients import StepGradients, check_first_gradients
 from .engine.tensors.dtensor import mesh_groups
 from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
@@ -159,13 +164,9 @@ class Muon(SkipsSteps, Optimizer):
         if self._engine is None:
             return self._build()
         self.synchronize()
-        trained = {param.fqn: param for param in self._engine.rank.params}
-        offload = self._options.offload
+        planned = self.param_groups, self.state, self._engine.rank.params, self._options.offload
         with unchanged_after_errors(self.param_groups, self.state):
-            states = self._agreed.together(lambda: list(followed(self.param_groups, self.state, trained, offload)))
-            for previous, param, state in states:
-                self.state.pop(previous, None)
-                self.state[param] = state
+            self._agreed.raise_on_all_ranks(lambda: move_to_replacements(*planned))
             self._build()
 
     @property
@@ -220,10 +221,9 @@ class Muon(SkipsSteps, Optimizer):
 
     def prepare_step(self) -> Tensor | None:
         engine = self.engine
-        if self._built_late:
-            if not self._options.skips_missing:
-                self._agreed.together(lambda: check_first_gradients(engine.rank.params))
-            self._built_late = False
+        if self._built_late and not self._options.skips_missing:
+            self._agreed.raise_on_all_ranks(lambda: check_first_gradients(engine.rank.params))
+        self._built_late = False
         if self._last_norm is not None:
             self.check_norm(skips=self._options.skips_step)
         self._gradients = engine.gradients(self.param_groups, self.state)
@@ -287,17 +287,17 @@ class Muon(SkipsSteps, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         agreement = Agreement(self.process_group)
-        state_dict = agreement.together(lambda: completed(state_dict, self.param_groups))
+        state_dict = agreement.raise_on_all_ranks(lambda: completed(state_dict, self.param_groups))
         # A rank without matrices has no state, and builds with the others.
         if self._engine is None and not agreement.any_rank(bool(state_dict["state"])):
             # Saved before the first step: only hyperparameters.
-            agreement.together(lambda: check_saved_groups(self.param_groups, state_dict["param_groups"]))
+            agreement.raise_on_all_ranks(lambda: check_saved_groups(self.param_groups, state_dict["param_groups"]))
             return super().load_state_dict(state_dict)
         self.build()
         self._replanned()
         # A state dict shares its dicts with the optimizer.
         current = {p.param: {**self.state[p.param], "momentum_buffer": p.momentum} for p in self.engine.rank.params}
-        saved = self._agreed.together(lambda: list(saved_states(self.param_groups, state_dict, current)))
+        saved = self._agreed.raise_on_all_ranks(lambda: list(saved_states(self.param_groups, state_dict, current)))
         check_frozen(self.param_groups, state_dict, self._agreed.gathered)
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all state to the device at once.
@@ -310,14 +310,13 @@ class Muon(SkipsSteps, Optimizer):
                 copy_state(tensor, current[param][name], param)
         self.state.update(current)
         if not self._replanned():
-            self.engine.rebuild(self._trained_params(), self._options, self._matrix_states(self.plan))
-
-    def _matrix_states(self, plan: Plan) -> MatrixStates:
-        return with_matrix_states(plan, self._trained_params(), self._algorithm.for_parameter, self.state)
+            params = self._trained_params()
+            states = with_matrix_states(self.plan, params, self._algorithm.for_parameter, self.state)
+            self.engine.rebuild(params, self._options, states)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank, and return whether."""
-        if again := self._agreed.any_rank(not self.engine.plans(self._trained_params())):
+        if again := self._agreed.any_rank(not self.engine.is_plan_for(self._trained_params())):
             self._build()
         return again
 
@@ -342,16 +341,13 @@ class Muon(SkipsSteps, Optimizer):
 
     def _move(self, to: Offload) -> None:
         self.build()
-        if not moves(self._options.offload, to):
+        if not needs_move(self._options.offload, to):
             return
         self.synchronize()
-        rank, options = self.engine.rank, replace(self._options, offload=to)
-        named = [(trained.fqn, trained.param) for trained in rank.params]
-        context = PlanContext(options, self.plan.parameters, named, rank.device.type)
-        check_parts(context, self._algorithm, self.engine.features_of)
+        options = replace(self._options, offload=to)
+        self.engine.check(options)
         self._options = options
-        params = moved(rank.params, self.state, to)
-        self.engine.rebuild(params, self._options)
+        self.engine.rebuild(moved(self.engine.rank.params, self.state, to), options)
 
     def synchronize(self) -> None:
         """Wait for momentum transfers and the last step's report."""
@@ -413,26 +409,27 @@ class Muon(SkipsSteps, Optimizer):
             raise
 
     def _planned(self, agreement: Agreement) -> Engine:
-        together = agreement.together
-        together(lambda: check_groups(self.param_groups, self._options.split, partial(check_group, self._options)))
+        agreed = agreement.raise_on_all_ranks
+        agreed(lambda: check_groups(self.param_groups, self._options.split, partial(check_group, self._options)))
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         self._options = replace(self._options, offload=resolved(self._options.offload, everything))
-        params = together(self._trained_params)
+        params = agreed(self._trained_params)
         # Of all ranks, because a pipeline stage may lack the groups of an algorithm.
-        names = agreement.distinct(together(lambda: algorithms_in(self._options, self.param_groups)))
-        together(lambda: check_used(self._options, frozenset().union(*names)))
+        names = agreement.distinct(agreed(lambda: algorithms_in(self._options, self.param_groups)))
+        agreed(lambda: check_used(self._options, frozenset().union(*names)))
         separate = separate_layouts(params, agreement)
-        selected, (plan, geometries) = together(lambda: self._selected_plan(params, separate, agreement.rank))
+        selected, (plan, geometries) = agreed(lambda: self._selected_plan(params, separate, agreement.rank))
         self._options, self._algorithm = selected.options, selected.algorithm
-        empty = [i for i in range(len(params)) if not self._algorithm.for_parameter(i).momentum]
-        params = together(lambda: with_states(params, plan.parameters, self.state, self._options, empty))
+        algorithm_for = self._algorithm.for_parameter
+        params = agreed(lambda: with_states(params, plan.parameters, self.state, self._options, algorithm_for))
         of_plan = (plan, geometries, params, self._options, self.param_groups, self._others, agreement.ranks)
         report = report_of(*of_plan, optional=self._optional)
         known = {g: group for trained in params for g, group in mesh_groups(trained.param, agreement.rank).items()}
         agreement.open(report, known, device_of(params))
         overlap = None if self._engine is None else self._engine.overlap
-        rest = (selected, self.transport(), agreement, self._matrix_states(plan), overlap)
-        engine = together(lambda: engine_of(plan, geometries, params, *rest, muon=self, others=self._others))
+        states = with_matrix_states(plan, params, algorithm_for, self.state)
+        rest = (selected, self.transport(), agreement, states, overlap)
+        engine = agreed(lambda: engine_of(plan, geometries, params, *rest, muon=self, others=self._others))
         engine.attach()
         engine.warm_up()
         return engine

@@ -33,10 +33,12 @@ def select(
 
 
 def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:
-    from .kernels.measured import kernels_for, measured_choices
+    dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type)
+    if device.type == "cuda" or options.ns_kernel not in ("auto", "plain"):
+        from .kernels.measured import kernels_for, measured_choices
 
-    kernels, float16 = kernels_for(options.ns_kernel, device), measured_choices(device).float16
-    dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type, kernels, float16=float16)
+        kernels, float16 = kernels_for(options.ns_kernel, device), measured_choices(device).float16
+        dispatch = replace(dispatch, kernels=kernels, float16=float16)
     if options.planner == "rule":
         from .engine.rule import plan_by_rule
 

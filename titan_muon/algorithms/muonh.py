@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..engine.state.matrix_states import StateSpec
+from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import WEIGHT_NORM, Group, PlanContext
 from ..engine.step.muon import MuonAlgorithm
 from ..options import OptionError

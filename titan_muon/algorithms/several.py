@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..engine.layout.work import Work
-from ..engine.state.matrix_states import StateSpec
+from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import Algorithm, Group, PlanContext, Tensors
 from ..engine.step.muon import MuonAlgorithm
 from ..options import MuonOptions, OptionError

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..engine.layout.work import Work
-from ..engine.state.matrix_states import StateSpec
+from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import Group, PlanContext, Tensors
 from ..engine.step.muon import MuonAlgorithm
 from ..engine.tensors.storage import STEP

@@ -21,24 +21,21 @@ from .exchange.exchange import Buffers, Collectives, Exchange, fragmentation, wi
 from .faults.clip import Scaling
 from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .faults.report import FaultReport, Reported
-from .layout.intervals import Geometries
-from .layout.pieces import components
+from .layout.intervals import Geometries, components
 from .layout.types import Layout, Plan
 from .layout.work import ElementKind, Elements
 from .orthogonalize import Dispatch
 from .planning import Planner, PlanRequest
 from .program.program import collective_ranks, make_program, replicated_plain
 from .state.groups import iteration_changed, iteration_of
-from .state.holder_states import kept_by
-from .state.matrix_states import MatrixStates
+from .state.states import MatrixStates, kept_by
 from .step.algorithm import Algorithm, PlanContext, work_of
-from .step.feature import FeaturesOf, LateUpdates, StepParts, check_parts, check_travels
+from .step.context import StepContext, methods_of
+from .step.feature import BuiltStep, FeaturesOf, LateUpdates, check_parts, check_travels
 from .step.gradients import ITERATION_KEYS, StepGradients, checked_inputs
 from .step.muon import highest_rate
-from .step.rank import Rank, methods_of
 from .step.step import trace_range
-from .tensors.device import is_host, on_device
-from .tensors.dtensor import mesh_axes, storage_device
+from .tensors.dtensor import is_host, mesh_axes, on_device, storage_device
 from .tensors.matrices import planned
 from .tensors.names import listed
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
@@ -217,7 +214,7 @@ def engine_of(
     buffers = Buffers(program, device_of(params), wire_dtypes(plan, program), kept=options.keep_buffers)
     names = [trained.fqn for trained in params]
     iterations = tuple(iteration_of(trained.group) for trained in params)
-    rank = Rank(
+    rank = StepContext(
         plan,
         program,
         tuple(params),
@@ -256,19 +253,21 @@ class Engine:
         orthogonalized: number of matrices that a step orthogonalizes on this rank.
     """
 
-    def __init__(self, rank: Rank, selected: Selection, states: MatrixStates, overlap: LateUpdates | None) -> None:
+    def __init__(
+        self, rank: StepContext, selected: Selection, states: MatrixStates, overlap: LateUpdates | None
+    ) -> None:
         self._algorithm, self.features_of, self.overlap = selected.algorithm, selected.features_of, overlap
         # Copies, because a list may change in place.
         self._iterations = [deepcopy(tuple(map(param.group.get, ITERATION_KEYS))) for param in rank.params]
         self._make(rank, states, None)
 
-    def _make(self, rank: Rank, states: MatrixStates, before: StepParts | None) -> None:
+    def _make(self, rank: StepContext, states: MatrixStates, before: BuiltStep | None) -> None:
         self.rank, self._states = rank, states
         self._names = frozenset(trained.fqn for trained in rank.params)
         features = self.features_of(rank.options, self._algorithm)
-        self._parts = parts = StepParts(rank, self._algorithm, states, self.overlap, features, before)
+        self._parts = parts = BuiltStep(rank, self._algorithm, states, self.overlap, features, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
-        self.orthogonalized = sum(len(batch.matrices) for of in self.step.views for _, batch, _ in of.batches)
+        self.orthogonalized = sum(len(batch.matrices) for views in self.step.views for _, batch, _ in views.batches)
 
     def gradients(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
@@ -297,7 +296,7 @@ class Engine:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)
                 faults = [Fault.HIGHEST_RATE_UNKNOWN if is_unknown else fault for is_unknown, fault in pairs]
-        if any(faults) or not rank.report.quiet():
+        if any(faults) or not rank.report.is_clean():
             self.raise_pending(faults if alone else ())
         excluded = frozenset[int]()
         missing = self._agreed_missing(faults) if rank.options.skips_missing else frozenset[int]()
@@ -424,13 +423,19 @@ class Engine:
             self.rank.exchange.warm_up(self.rank.plan)
             self.rank.buffers.memory.free()
 
-    def plans(self, params: Sequence[TrainedParam]) -> bool:
+    def is_plan_for(self, params: Sequence[TrainedParam]) -> bool:
         """Whether these parameters are the planned ones."""
         # Names too, because parameters are frozen and thawed between checkpoints.
         if [param.fqn for param in params] != [param.fqn for param in self.rank.params]:
             return False
         pairs = zip(params, self.rank.params, self.rank.iterations, strict=True)
         return all(new.param is old.param and not iteration_changed(new.group, i) for new, old, i in pairs)
+
+    def check(self, options: MuonOptions) -> None:
+        """Raise OptionError if the parts of this engine cannot take the options."""
+        named = [(trained.fqn, trained.param) for trained in self.rank.params]
+        context = PlanContext(options, self.rank.plan.parameters, named, self.rank.device.type)
+        check_parts(context, self._algorithm, self.features_of)
 
     def rebuild(self, params: Sequence[TrainedParam], options: MuonOptions, states: MatrixStates | None = None) -> None:
         """The same plan and buffers for new storage, momentum, `offload` or states of matrices."""

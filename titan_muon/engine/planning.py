@@ -8,8 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..options import MuonOptions
-from .layout.intervals import Geometries
-from .layout.pieces import Pieces, Ranks, assemblies
+from .layout.intervals import Geometries, Pieces, Ranks, assemblies
 from .layout.types import Bucket, Matrix, Parameter, Plan
 from .layout.work import Elements, Work, WorkOf
 from .program.patterns import PATTERNS

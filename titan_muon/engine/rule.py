@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from ..options import MuonOptions, OptionError
-from .layout.intervals import Geometries
-from .layout.pieces import Pieces
+from .layout.intervals import Geometries, Pieces
 from .layout.types import Bucket, Plan
 from .layout.work import Work
 from .planning import (

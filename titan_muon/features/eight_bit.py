@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..engine.layout.types import Parameter
 from ..engine.step.algorithm import Algorithm, Decorated, PlanContext, Tensors
-from ..engine.step.feature import Feature, StepParts
+from ..engine.step.context import StepContext
+from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import MomentumCall
-from ..engine.step.rank import Rank
-from ..engine.tensors.draws import hash_counts
+from ..engine.step.rounding import hash_counts
 from ..engine.tensors.dtensor import copy_rows, from_local, local, storage_device
 from ..engine.tensors.storage import STEP
 from ..options import OptionError
@@ -50,7 +50,7 @@ def _cut_blocks(tensor: Tensor, planned: Parameter) -> str:
 class EightBit(Decorated):
     """Decodes the momentum of each call and encodes the result. The scales are states of the parameters."""
 
-    def __init__(self, inner: Algorithm, rank: Rank) -> None:
+    def __init__(self, inner: Algorithm, rank: StepContext) -> None:
         super().__init__(inner)
         self._params, self._storage = rank.params, rank.storage
         self._keys = [zlib.crc32(trained.fqn.encode()) for trained in rank.params]
@@ -135,5 +135,5 @@ class EightBitFeature(Feature):
                 text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
                 raise OptionError("state_dtype", text)
 
-    def decorate(self, parts: StepParts) -> None:
+    def decorate(self, parts: BuiltStep) -> None:
         parts.algorithm = EightBit(parts.algorithm, parts.rank)

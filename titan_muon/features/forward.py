@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.step.context import StepContext
 from ..engine.step.feature import Feature
 from ..engine.step.foreach import without_parameters
 from ..engine.step.gradients import StepGradients
-from ..engine.step.rank import Rank
 from ..engine.step.step import Bucket, MuonStep
 from ..engine.step.views import BucketViews
 from ..options import OptionError
@@ -34,7 +34,7 @@ class Suspended:
     updates: list[Any]
     params: frozenset[Tensor]
     bucket: Bucket
-    rank: Rank
+    rank: StepContext
 
 
 class ForwardUpdates:
@@ -55,7 +55,7 @@ class ForwardUpdates:
         """Whether buffers are in use between steps."""
         return bool(self._suspended)
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: StepContext) -> None:
         """Take the tensors of the next steps: at the start, and after storage has moved."""
         # Hooks in the model hold this object, and must not keep the memory of a deleted Muon.
         self._weak_rank, self._late = weakref.ref(rank), rank.program.late

@@ -20,13 +20,13 @@ from ..engine.faults.faults import norm_dtype
 from ..engine.layout.intervals import spans
 from ..engine.layout.types import Plan
 from ..engine.orthogonalize import NO_UPDATE
-from ..engine.step.feature import Feature, StepParts
+from ..engine.step.context import StepContext
+from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import Rectangle, rectangle_of
 from ..engine.step.gradients import StepGradients
-from ..engine.step.rank import Rank
 from ..engine.step.step import UpdateMask
 from ..engine.step.views import Batch, BucketViews
-from ..engine.tensors.device import is_host, may_be_true
+from ..engine.tensors.dtensor import is_host, may_be_true
 from ..engine.tensors.names import listed
 from ..engine.tensors.warning import warn
 
@@ -70,7 +70,7 @@ class IdleSteps:
 class GradientMask(UpdateMask):
     """See [Note: matrices without an update]."""
 
-    def __init__(self, rank: Rank, views: Sequence[BucketViews], idle: IdleSteps) -> None:
+    def __init__(self, rank: StepContext, views: Sequence[BucketViews], idle: IdleSteps) -> None:
         super().__init__(rank.report)
         self._rank, self.idle = rank, idle
         matrices = rank.plan.matrices
@@ -85,7 +85,7 @@ class GradientMask(UpdateMask):
         self._own_codes = self._codes
         self._held = torch.zeros(len(matrices), dtype=torch.bool, device=rank.device)
         # The flags of a batch are a view of one tensor in the order of the batches.
-        in_order = [matrix for of in views for _, batch, _ in of.batches for matrix in batch.matrices]
+        in_order = [matrix for bucket in views for _, batch, _ in bucket.batches for matrix in batch.matrices]
         self._in_order = rank.numbers(in_order)
         self._flags = torch.zeros(len(in_order), dtype=torch.bool, device=rank.device)
         # Each rank trains its own values of these matrices.
@@ -153,7 +153,7 @@ class GradientMask(UpdateMask):
 class IdleFeature(Feature):
     """Matrices with a zero gradient are held."""
 
-    def build(self, parts: StepParts, before: StepParts | None) -> None:
+    def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
         counted = next((hook.idle for hook in before.hooks if isinstance(hook, GradientMask)), None) if before else None
         parts.mask = mask = GradientMask(
             parts.rank, parts.views, counted or IdleSteps(parts.rank.plan, parts.rank.device)

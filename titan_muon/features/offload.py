@@ -24,10 +24,10 @@ from torch import Tensor
 from ..engine.exchange.exchange import StepMemory
 from ..engine.program.phases import Act
 from ..engine.step.algorithm import PlanContext
-from ..engine.step.feature import Feature, StepParts
+from ..engine.step.context import StepContext
+from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import MomentumCall, Rectangle, UpdateCall, carved, slot_bytes
 from ..engine.step.gradients import StepGradients
-from ..engine.step.rank import Rank
 from ..engine.step.step import Fetch
 from ..engine.step.views import BucketViews
 from ..options import Offload, OptionError
@@ -150,7 +150,7 @@ class HostMomentumCall(MomentumCall):
 class HostOffload:
     """The momentum (`state`), or also gradients and weights (`parameters`), are on the host. `views`: in the slots."""
 
-    def __init__(self, rank: Rank, views: Sequence[BucketViews], offload: Offload) -> None:
+    def __init__(self, rank: StepContext, views: Sequence[BucketViews], offload: Offload) -> None:
         self._kinds, self._storage = HOST_TENSORS[offload], rank.storage
         # None: gradients of any dtype, which fit in float32.
         dtypes = (trained.param.grad_dtype for trained in rank.params)
@@ -259,7 +259,7 @@ class OffloadFeature(Feature):
             )
             raise OptionError("offload", problem)
 
-    def build(self, parts: StepParts, before: StepParts | None) -> None:
+    def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
         parts.offload = offload = HostOffload(parts.rank, parts.views, parts.rank.options.offload)
         parts.views = offload.views
         parts.hooks.append(offload)

@@ -17,10 +17,10 @@ from ..engine.exchange.exchange import wait_all
 from ..engine.faults.faults import Fault
 from ..engine.layout.intervals import Geometries, spans
 from ..engine.step.algorithm import WEIGHT_NORM, Algorithm, Decorated, PlanContext
-from ..engine.step.feature import Feature, StepParts
+from ..engine.step.context import StepContext
+from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import rectangle_of
 from ..engine.step.gradients import StepGradients
-from ..engine.step.rank import Rank
 from ..engine.step.views import Batch
 from ..options import OptionError
 
@@ -31,7 +31,7 @@ class WeightNorms(Decorated):
     `norms`: by matrix, the state `WEIGHT_NORM`, a view of the norms before the step.
     """
 
-    def __init__(self, inner: Algorithm, rank: Rank) -> None:
+    def __init__(self, inner: Algorithm, rank: StepContext) -> None:
         super().__init__(inner)
         self._rank, plan, geometries = rank, rank.plan, Geometries(rank.plan.parameters)
         group = rank.agreement.peers
@@ -119,7 +119,7 @@ class WeightNormsFeature(Feature):
         if context.options.offload == "parameters":
             raise OptionError("offload", f"= 'parameters': {algorithm} projects weights on the device; set 'state'")
 
-    def decorate(self, parts: StepParts) -> None:
+    def decorate(self, parts: BuiltStep) -> None:
         parts.algorithm = weight_norms = WeightNorms(parts.algorithm, parts.rank)
         norms, states = weight_norms.norms.items(), parts.states
         parts.states = {**states, **{number: {**states.get(number, {}), **norm} for number, norm in norms}}

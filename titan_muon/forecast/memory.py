@@ -14,9 +14,8 @@ from ..adamw import AVERAGES, AdamW
 from ..algorithms import algorithm_of
 from ..assignment.optimizer_set import OptimizerSet
 from ..engine.layout.types import Plan
-from ..engine.state.matrix_states import state_bytes
+from ..engine.state.states import state_bytes
 from ..engine.step.algorithm import Algorithm
-from ..engine.tensors.device import host_bytes
 from ..engine.tensors.dtensor import local
 from ..features.eight_bit import BLOCK
 from ..features.offload import TRANSFERS_AT_ONCE
@@ -190,3 +189,8 @@ def momentum_bytes(elements: int, state_dtype: str) -> int:
     if state_dtype == "int8":
         return elements + 4 * -(-elements // BLOCK)
     return elements * int(getattr(torch, state_dtype).itemsize)
+
+
+def host_bytes(size: int, device: str) -> int:
+    """Host memory for a tensor. PyTorch pins memory for a GPU in powers of two."""
+    return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size

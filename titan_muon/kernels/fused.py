@@ -21,18 +21,17 @@ from torch import Tensor
 from ..algorithms import algorithm_of
 from ..engine.faults.clip import Scaling
 from ..engine.step.algorithm import Algorithm, Decorated, Group, PlanContext, Tensors
-from ..engine.step.feature import Feature, StepParts
+from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.muon import MuonAlgorithm
-from ..engine.step.rounding import seed_of
-from ..engine.tensors.draws import wrapped
+from ..engine.step.rounding import seed_of, wrapped
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
 from .measured import measured_choices
 
 if TYPE_CHECKING:
+    from ..engine.step.context import StepContext
     from ..engine.step.foreach import MomentumCall, UpdateCall
     from ..engine.step.gradients import StepGradients
-    from ..engine.step.rank import Rank
     from .symmetric import Launch
 
 BLOCK = 2048
@@ -179,7 +178,7 @@ class Fused(Decorated):
 class Tables:
     """The tables on the device, kept as long as each step uses them, and the flag of the step. A hook of the step."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: StepContext) -> None:
         self._rank = rank
         self._tables: dict[Any, Table] = {}
         self._last: dict[Any, Table] = {}
@@ -228,7 +227,7 @@ class FusedFeature(Feature):
             problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
             raise OptionError("fused", problem)
 
-    def decorate(self, parts: StepParts) -> None:
+    def decorate(self, parts: BuiltStep) -> None:
         tables = Tables(parts.rank)
         parts.algorithm = Fused(parts.algorithm, tables)
         parts.hooks.append(tables)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..engine.tensors.draws import FACTORS, wrapped
+from ..engine.step.rounding import FACTORS, wrapped
 
 FIRST_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[0]))
 SECOND_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[1]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.exchange.exchange import Traffic
-from ..engine.tensors.device import current_device
+from ..engine.tensors.dtensor import current_device
 from . import private
 
 HIGH_PRIORITY = -1

@@ -19,8 +19,7 @@ from functools import cache, partial
 from itertools import groupby
 from math import prod
 
-from ..engine.layout.intervals import Geometries, Geometry, chunk
-from ..engine.layout.pieces import Ranks
+from ..engine.layout.intervals import Geometries, Geometry, Ranks, chunk
 from ..engine.layout.types import Matrix, Parameter, Plan, Replicate
 from ..engine.layout.work import WorkOf
 from ..engine.planning import Groups, OwnerOf, Task, by_group, tasks_of

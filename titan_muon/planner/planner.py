@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..engine.layout.intervals import Geometries
-from ..engine.layout.pieces import Pieces
+from ..engine.layout.intervals import Geometries, Pieces
 from ..engine.layout.types import Matrix, Parameter, Plan
 from ..engine.layout.work import (
     FLOAT32_COST,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, groupby, pairwise
 
-from ..engine.layout.pieces import Pieces, Ranks
+from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket
 from ..engine.planning import Groups, OwnerOf, Task, buckets_of, in_order
 from ..engine.program.phases import hidden_returns, ordered_rounds
@@ -45,7 +45,9 @@ class Order(Enum):
     MODEL = "consecutive matrices, in the order of a pass of the model"
 
 
-def dealt(tasks: Sequence[Task], groups: Groups, owners: OwnerOf, count: int, order: Order) -> list[list[Task]]:
+def cut_into_rounds(
+    tasks: Sequence[Task], groups: Groups, owners: OwnerOf, count: int, order: Order
+) -> list[list[Task]]:
     """At most `count` rounds: each rank has a queue of matrices to orthogonalize, cut into rounds."""
     # A round ends at the slowest owner.
     share = [0.0] * len(groups)
@@ -300,7 +302,7 @@ class _Search:
                 grouped = rounds(self._problem.tasks, strategy.rounds)
             else:
                 problem = self._problem
-                grouped = dealt(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
+                grouped = cut_into_rounds(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
                 if self._overlap != "none":
                     pieces, eligible = problem.costs.pieces, problem.eligible
                     grouped, owners = in_model_order(grouped, owners, pieces, eligible)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..engine.layout.pieces import Pieces
+from ..engine.layout.intervals import Pieces
 from ..engine.layout.types import Plan
 from ..engine.layout.work import ElementwiseCost
 from ..engine.program.patterns import NO_TRAFFIC, LinkTraffic

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..engine.layout.pieces import Pieces, Ranks
+from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket, Matrix, Plan
 from ..engine.layout.work import ElementwiseCost, Work
 from ..engine.program.patterns import PATTERNS, BucketTotals, KindCounts, LinkTraffic

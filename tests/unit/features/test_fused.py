@@ -21,8 +21,8 @@ from tests.dist.harness import run_ranks
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon
 from titan_muon.engine.faults.clip import Scaling
+from titan_muon.engine.step.context import StepContext
 from titan_muon.engine.step.muon import Tensors
-from titan_muon.engine.step.rank import Rank
 from titan_muon.engine.step.rounding import chunk_of, draw_key, memory_bytes, seed_of
 from titan_muon.kernels import fused
 from titan_muon.kernels.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
@@ -267,9 +267,9 @@ def test_training_is_that_of_the_foreach_operators(
 @needs_interpreter
 def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, launches = Counter[int](), Counter[int]()
-    on_device, now = Rank.on_device, 0
+    on_device, now = StepContext.on_device, 0
 
-    def counted(rank: Rank, tensor: Tensor) -> Tensor:
+    def counted(rank: StepContext, tensor: Tensor) -> Tensor:
         sent[now] += tensor.dtype == torch.int64
         return on_device(rank, tensor)
 
@@ -278,7 +278,7 @@ def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: p
     muon = Muon(list(params.items()), expert=Expert(fused=True, keep_buffers=True)).build()
     for tensor in params.values():
         tensor.grad = torch.randn(tensor.shape)
-    monkeypatch.setattr(Rank, "on_device", counted)
+    monkeypatch.setattr(StepContext, "on_device", counted)
     for name in ("momentum_launch", "update_launch"):
         make = getattr(fused, name)
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of
-from titan_muon.engine.layout.intervals import Geometry
-from titan_muon.engine.layout.pieces import Assembly, assemblies
+from titan_muon.engine.layout.intervals import Assembly, Geometry, assemblies
 from titan_muon.engine.layout.types import (
     Interval,
     Layout,

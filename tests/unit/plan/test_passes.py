@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
-from titan_muon.engine.layout.intervals import Geometries
-from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Mesh, Replicate, Shard
 from titan_muon.engine.layout.work import ElementKind, Elements, Traffic
 from titan_muon.engine.program.patterns import PATTERNS

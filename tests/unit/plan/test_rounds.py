@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import examples, plan_of, plans
-from titan_muon.engine.layout.intervals import Geometries
-from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
 from titan_muon.engine.planning import Task
 from titan_muon.engine.program.phases import EARLY, ordered_rounds, prefetch

@@ -15,8 +15,7 @@ from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, own
 from titan_muon.engine.exchange.exchange import fragmentation
-from titan_muon.engine.layout.intervals import Geometries, Geometry
-from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.intervals import Geometries, Geometry, Pieces
 from titan_muon.engine.layout.work import CPU_CHUNK_BYTES, ElementKind, Elements
 from titan_muon.engine.step.foreach import MomentumCall, Rectangle, UpdateCall
 from titan_muon.engine.step.muon import MuonAlgorithm

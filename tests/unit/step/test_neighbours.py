@@ -8,8 +8,7 @@ import torch
 
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon.engine.exchange.exchange import BufferPiece, Buffers, wire_dtypes
-from titan_muon.engine.layout.intervals import Geometries, Span, spans
-from titan_muon.engine.layout.pieces import Pieces
+from titan_muon.engine.layout.intervals import Geometries, Pieces, Span, spans
 from titan_muon.engine.layout.types import Bucket, Plan, Shard
 from titan_muon.engine.planning import in_order
 from titan_muon.engine.program.patterns import PATTERNS

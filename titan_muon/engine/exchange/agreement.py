@@ -168,7 +168,7 @@ class Agreement:
             values[digest] = message[0]
         return digests, values
 
-    def together(self, build: Callable[[], T]) -> T:
+    def raise_on_all_ranks(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
 
         Raises ValueError on every rank if `build` raises a ValueError on any rank. After another error, such as an

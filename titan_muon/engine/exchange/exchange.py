@@ -18,7 +18,7 @@ from ..layout.intervals import Span, spans
 from ..layout.types import Plan
 from ..program.phases import BucketProgram, Collective, Parcel, Phase, aligned
 from ..program.program import Program
-from ..tensors.device import is_host
+from ..tensors.dtensor import is_host
 from .agreement import Agreement
 
 # PyTorch 2.13 renamed two functions, and the old names warn.

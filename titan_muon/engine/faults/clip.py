@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..tensors.device import host_zeros, is_host, may_be_true, on_device
-from ..tensors.foreign import MARKS
+from ..tensors.dtensor import MARKS, host_zeros, is_host, may_be_true, on_device
 from ..tensors.names import listed, named_parameters
 from ..tensors.process_groups import backends, ranks_of, without_groups
 from ..tensors.warning import warn

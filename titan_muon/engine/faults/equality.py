@@ -63,7 +63,7 @@ def check_equal(
     """
     tensors = chain(tensors_of(optimizers), ((name, name, buffer) for name, buffer in buffers))
     # Together, because a rank with an error would leave the others in a collective.
-    values, shards = agreement.together(lambda: _held(optimizers, tensors, tuple(own)))
+    values, shards = agreement.raise_on_all_ranks(lambda: _held(optimizers, tensors, tuple(own)))
     differing = {label: values[label] for label in sorted(agreement.differing(values))}
     for (mesh, axes), sums in shards.items():
         differing |= _differing_shards(mesh, axes, sums)

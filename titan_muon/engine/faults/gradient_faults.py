@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..exchange.agreement import Agreement
-from ..tensors.device import on_device
-from ..tensors.dtensor import local, step_device
+from ..tensors.dtensor import local, on_device, step_device
 from .faults import Fault
 from .report import FaultReport
 

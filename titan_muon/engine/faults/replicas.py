@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..exchange.agreement import Agreement
-from ..layout.intervals import check_rows
-from ..layout.pieces import components
+from ..layout.intervals import check_rows, components
 from ..layout.types import Interval, Layout, Mesh, Separate
-from ..tensors.device import is_host
-from ..tensors.dtensor import layout_of, local, own_rows
+from ..tensors.dtensor import is_host, layout_of, local, own_rows
 from ..tensors.storage import TrainedParam
 from ..tensors.warning import warn
 
@@ -35,7 +33,7 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
     Layouts whose placements do not tell the rows have the rows of all ranks. By name. Collective. Raises ValueError on
     all ranks for meshes that cannot share a plan, or with other ranks, and for rows missing or stored twice.
     """
-    agreement.together(lambda: _check_meshes(params, agreement.ranks))
+    agreement.raise_on_all_ranks(lambda: _check_meshes(params, agreement.ranks))
     plain = {t.fqn: t.param for t in params if not isinstance(t.param, DTensor)}
     contents = {fqn: (tuple(plain[fqn].shape), str(plain[fqn].dtype), total) for fqn, total in bit_sums(plain).items()}
     placed: dict[Layout, list[str]] = {}
@@ -63,7 +61,9 @@ def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Ma
     if not any(has_rows for *_, has_rows in reports):
         return separate
     everywhere = agreement.gathered(rows)
-    return separate | agreement.together(lambda: dict(_with_rows(params, agreement.ranks, separate, everywhere)))
+    return separate | agreement.raise_on_all_ranks(
+        lambda: dict(_with_rows(params, agreement.ranks, separate, everywhere))
+    )
 
 
 def _with_rows(
@@ -119,7 +119,7 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
                     f"{fqn}: has shape {first.shape} and placements {first.placements} on mesh {first.mesh}, but shape "
                     f"{other.shape} and placements {other.placements} on mesh {other.mesh}; build a Muon for each mesh"
                 )
-        mesh = Mesh((len(layouts), *first.mesh.shape), tuple(r for of in (first, *others) for r in of.mesh.ranks))
+        mesh = Mesh((len(layouts), *first.mesh.shape), tuple(r for each in (first, *others) for r in each.mesh.ranks))
         yield fqn, replace(first, mesh=mesh, placements=(Separate(), *first.placements))
 
 

@@ -16,7 +16,7 @@ from torch.distributed import Work
 from torch.optim import Optimizer
 
 from ..exchange.agreement import Agreement
-from ..tensors.device import host_zeros, is_host, on_device
+from ..tensors.dtensor import host_zeros, is_host, on_device
 from ..tensors.storage import STEP
 from .equality import LocalValue, differences, group_label
 from .faults import Fault, norm_dtype
@@ -220,7 +220,7 @@ class FaultReport:
         *sizes, values, steps = compared.view(2, -1).sum(0).tolist()
         return codes.tolist(), sizes, values, steps, flags.tolist()
 
-    def quiet(self) -> bool:
+    def is_clean(self) -> bool:
         """Whether no rank reports a fault, a difference or a skip for the last step. The host waits for the report."""
         codes, sizes, values, steps, (skipped, _) = self._read()
         return not (any(codes) or values or steps or skipped or max(sizes, default=0) > TOLERANCE)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import NamedTuple
 
-from ..layout.pieces import Key, Pieces, Place, Ranks
+from ..layout.intervals import Key, Pieces, Place, Ranks
 from ..layout.types import Bucket, Piece
 from .phases import BucketProgram, Collective, Phase, gather_phase, parcels, splits
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..layout.intervals import Geometries
-from ..layout.pieces import Pieces, Ranks
+from ..layout.intervals import Geometries, Pieces, Ranks
 from ..layout.types import Bucket, Matrix, Plan
 from ..layout.work import Work
 from .patterns import PATTERNS

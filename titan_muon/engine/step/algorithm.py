@@ -12,7 +12,7 @@ from ...options import MuonOptions
 from ..layout.types import Parameter
 from ..layout.work import Work, WorkOf
 from ..orthogonalize import Dispatch, Iteration
-from ..state.matrix_states import StateSpec
+from ..state.states import StateSpec
 from ..tensors.process_groups import without_groups
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Decorated(Algorithm):
 def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algorithm) -> WorkOf:
     """The cost of a matrix by parameter and shape. `iterations`: by parameter."""
 
-    def of(index: int, rows: int, cols: int) -> Work:
+    def work(index: int, rows: int, cols: int) -> Work:
         steps, own = iterations[index].steps, algorithm.for_parameter(index)
         method = dispatch.choose(rows, cols, steps)
         state_bytes = sum(spec.bytes for spec in own.states(rows, cols, transposed=False) if spec.saved)
@@ -181,9 +181,9 @@ def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algo
             dtype=method.dtype,
             operators=method.operators(len(steps)),
         )
-        work = replace(own.work(rows, cols, of_method), wire_bytes=own.wire_bytes, state_bytes=state_bytes)
+        cost = replace(own.work(rows, cols, of_method), wire_bytes=own.wire_bytes, state_bytes=state_bytes)
         # A batch has one method, and so one algorithm.
         names = " + ".join(own.options.algorithms)
-        return work if own is algorithm else replace(work, method=f"{names}: {work.method}")
+        return cost if own is algorithm else replace(cost, method=f"{names}: {cost.method}")
 
-    return of
+    return work

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from ...options import MuonOptions, OptionError
 from ..layout.types import Plan
-from ..state.matrix_states import MatrixStates
+from ..state.states import MatrixStates
 from .algorithm import Algorithm, PlanContext
-from .rank import Rank
+from .context import StepContext
 from .step import Hook, MuonStep, Offload, Overlap, UpdateMask
 from .views import build_views
 
@@ -19,7 +19,7 @@ class LateUpdates(Overlap, Protocol):
 
     @property
     def holds_memory(self) -> bool: ...
-    def attach(self, rank: Rank) -> None: ...
+    def attach(self, rank: StepContext) -> None: ...
     def ready(self) -> None: ...
     def finish(self) -> None: ...
 
@@ -43,10 +43,10 @@ class Feature:
         """What ends the late buckets of a step, once for an optimizer. None: the step."""
         return None
 
-    def decorate(self, parts: StepParts) -> None:
+    def decorate(self, parts: BuiltStep) -> None:
         """Before the views are made: decorate the algorithm, add states and hooks."""
 
-    def build(self, parts: StepParts, before: StepParts | None) -> None:
+    def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
         """After the views are made: replace views and mask, add hooks. `before`: for earlier storage of the plan."""
 
 
@@ -54,7 +54,7 @@ FeaturesOf = Callable[[MuonOptions, Algorithm], Sequence[Feature]]
 """The features that are on."""
 
 
-class StepParts:
+class BuiltStep:
     """A rank's step, made with the features that are on.
 
     `workspace`, `offload`: memory of assembled matrices, and the tensors on the host, if any.
@@ -62,12 +62,12 @@ class StepParts:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: StepContext,
         algorithm: Algorithm,
         states: MatrixStates,
         overlap: LateUpdates | None,
         features: Sequence[Feature],
-        before: StepParts | None,
+        before: BuiltStep | None,
     ) -> None:
         self.rank, self.algorithm, self.states = rank, algorithm, states
         self.hooks, self.mask = list[Hook](), UpdateMask(rank.report)

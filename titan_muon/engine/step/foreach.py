@@ -21,7 +21,7 @@ from ..exchange.exchange import BufferPiece
 from ..layout.intervals import Span
 from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
 from ..tensors.storage import Storage
-from .rank import Rank
+from .context import StepContext
 from .rounding import RoundedTogether, chunk_of, draw_key, memory_bytes
 
 ALIGNMENT = 64
@@ -189,7 +189,7 @@ def _both(first: BufferPiece, second: BufferPiece) -> BufferPiece | None:
     return first._replace(spans=(span,), view=view)
 
 
-def momentum_calls(pieces: Iterable[BufferPiece], rank: Rank) -> tuple[MomentumCall, ...]:
+def momentum_calls(pieces: Iterable[BufferPiece], rank: StepContext) -> tuple[MomentumCall, ...]:
     """The momentum calls of these pieces."""
     numbers = group_numbers(rank)
     placed = [
@@ -214,7 +214,7 @@ def momentum_calls(pieces: Iterable[BufferPiece], rank: Rank) -> tuple[MomentumC
     )
 
 
-def update_calls(pieces: Iterable[BufferPiece], rank: Rank, scratch: Tensor) -> tuple[UpdateCall, ...]:
+def update_calls(pieces: Iterable[BufferPiece], rank: StepContext, scratch: Tensor) -> tuple[UpdateCall, ...]:
     """The update calls of these pieces. `scratch`: memory of all calls."""
     numbers, out_in = group_numbers(rank), rank.plan.out_in
     draws = [rank.rounds(parameter) for parameter in range(len(rank.storage))]
@@ -232,14 +232,14 @@ def update_calls(pieces: Iterable[BufferPiece], rank: Rank, scratch: Tensor) -> 
     return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].parameter]) for items in calls)
 
 
-def scratch_bytes(rank: Rank) -> int:
+def scratch_bytes(rank: StepContext) -> int:
     """Bytes of `scratch` for any call."""
     row_bytes = [(memory_bytes if rank.rounds(i) else slot_bytes)(s.param[:1]) for i, s in enumerate(rank.storage)]
     return max(call_bytes(rank.device.type), chunk_bytes(rank.device.type), *row_bytes)
 
 
 def _rectangles(
-    piece: BufferPiece, rank: Rank, draws: Sequence[bool] | None = None
+    piece: BufferPiece, rank: StepContext, draws: Sequence[bool] | None = None
 ) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
     """Cuts a piece into rectangles of at most `chunk_bytes`, each with its part of the view and its first draw.
 
@@ -261,7 +261,7 @@ def _rectangles(
 
 
 def _update_call(
-    rank: Rank, items: Sequence[tuple[Rectangle, Tensor | None, Tensor, int]], scratch: Tensor, *, draws: bool
+    rank: StepContext, items: Sequence[tuple[Rectangle, Tensor | None, Tensor, int]], scratch: Tensor, *, draws: bool
 ) -> UpdateCall:
     parts, views, params, firsts = zip(*items, strict=True)
     updates = tuple(view for view in views if view is not None)
@@ -291,7 +291,7 @@ def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         start += slot_bytes(tensor)
 
 
-def group_numbers(rank: Rank) -> list[int]:
+def group_numbers(rank: StepContext) -> list[int]:
     """A number for the group of each parameter. Parameters of one group are neighbours."""
     # By identity, because a scheduler may change hyperparameters.
     numbers: list[int] = []

@@ -15,7 +15,7 @@ from ..faults.faults import Fault, fault_of, norm_dtype
 from ..state.groups import iteration_changed
 from ..tensors.names import names_in
 from ..tensors.storage import Storage, TrainedParam
-from .rank import Rank
+from .context import StepContext
 
 ITERATION_KEYS = ("ns_coefficients", "ns_steps", "eps", "algorithm")
 """The keys of a group that a plan fixes."""
@@ -75,7 +75,7 @@ def check_first_gradients(params: Sequence[TrainedParam]) -> None:
 
 
 def checked_inputs(
-    rank: Rank,
+    rank: StepContext,
     iterations: Sequence[tuple[Any, ...]],
     names: Set[str],
     groups: Sequence[Mapping[str, Any]],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...options import OptionError
-from ..tensors.device import is_host
+from ..tensors.dtensor import is_host
 from ..tensors.storage import STEP
 from .algorithm import Algorithm, Group, Tensors
 

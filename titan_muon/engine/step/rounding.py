@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..layout.work import ROUNDING_BYTES
-from ..tensors.draws import hash_counts, wrapped
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -106,3 +105,21 @@ def memory_bytes(tensor: Tensor) -> int:
 
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+# Factors of Knuth's multiplicative hash and of MurmurHash3.
+FACTORS = (0x9E3779B1, 0x85EBCA6B)
+LOWER_HALF = 2**16 - 1
+
+
+def hash_counts(counts: Tensor, spare: Tensor) -> Tensor:
+    """Replace int32 counts by uniform numbers of 16 bits. `spare`: int32 memory of the same shape."""
+    counts.mul_(wrapped(FACTORS[0]))
+    torch.bitwise_right_shift(counts, 15, out=spare)
+    counts.bitwise_xor_(spare).mul_(wrapped(FACTORS[1]))
+    return counts.bitwise_right_shift_(16).bitwise_and_(LOWER_HALF)
+
+
+def wrapped(number: int) -> int:
+    """The number modulo 2**32 as an int32."""
+    return (number + 2**31) % 2**32 - 2**31

@@ -17,7 +17,8 @@ from ..faults.report import FlagList, Flags
 from ..layout.intervals import spans
 from ..orthogonalize import DTYPES, frobenius_norms, prepared
 from ..program.program import batches
-from ..state.matrix_states import MatrixStates
+from ..state.states import MatrixStates
+from .context import StepContext
 from .foreach import (
     Copies,
     MomentumCall,
@@ -28,7 +29,6 @@ from .foreach import (
     scratch_bytes,
     update_calls,
 )
-from .rank import Rank
 
 NO_COPIES = Copies((), ())
 FEWER = 8
@@ -118,7 +118,7 @@ class BucketViews:
 
 
 def build_views(
-    rank: Rank,
+    rank: StepContext,
     whole: bool,
     states: MatrixStates,
 ) -> tuple[tuple[BucketViews, ...], StepMemory, Flags]:
@@ -139,7 +139,7 @@ class _Builder:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: StepContext,
         whole: bool,
         states: MatrixStates,
     ) -> None:
@@ -313,7 +313,7 @@ def _in_words(pair: Pair) -> Pair:
     return pair[0].view(torch.int64), pair[1].view(torch.int64)
 
 
-def _last_packed(rank: Rank) -> list[tuple[int, ...]]:
+def _last_packed(rank: StepContext) -> list[tuple[int, ...]]:
     """By bucket, the parameters whose last piece the bucket packs."""
     last: dict[int, int] = {}
     for bucket in dict.fromkeys(bucket for _, bucket in rank.program.acts):

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...options import MuonOptions
 from ..layout.intervals import Geometry
 from ..layout.types import Parameter
-from .dtensor import held_indices, layout_of, local, own_rows, step_device
-from .foreign import unsupported_reason
+from .dtensor import held_indices, layout_of, local, own_rows, step_device, unsupported_reason
 from .names import named_parameters
 
 STEP = "step"

@@ -70,7 +70,7 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
         stages = agreement.distinct(inspect_model(model_parts)) if config.model is None else []
         joined = {name: seen for stage in stages for name, seen in stage.items()} if len(stages) > 1 else config.model
         with as_recipe_errors():
-            self.parts = agreement.together(lambda: parts_of_config(config, model_parts, joined))
+            self.parts = agreement.raise_on_all_ranks(lambda: parts_of_config(config, model_parts, joined))
             self.optimizers = list(self.parts.optimizers.values())
             self._share_report()
             for muon in self._muons:

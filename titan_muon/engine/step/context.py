@@ -1,4 +1,4 @@
-"""The methods of matrices, and what this rank has of a plan."""
+"""What this rank has of a plan, for a step and its features."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ from ..faults.report import FaultReport
 from ..layout.types import Plan
 from ..orthogonalize import Dispatch, Iteration, Method
 from ..program.program import Program
-from ..tensors.device import on_device
+from ..tensors.dtensor import on_device
 from ..tensors.storage import Storage, TrainedParam
 
 
-def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
-    """The Newton-Schulz method of each work. `iterations`: by parameter."""
-    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
-    for matrix in (first[work] for work in range(len(plan.works))):
-        yield dispatch.choose(matrix.rows, matrix.cols, iterations[matrix.parameter].steps)
-
-
 @dataclass(frozen=True)
-class Rank:
+class StepContext:
     """The parts that a step and its features are made from.
 
     Attributes:
@@ -62,3 +55,10 @@ class Rank:
     def parameters_of(self, bucket: int) -> frozenset[int]:
         """The parameters with a piece on this rank in a bucket."""
         return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
+
+
+def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
+    """The Newton-Schulz method of each work. `iterations`: by parameter."""
+    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
+    for matrix in (first[work] for work in range(len(plan.works))):
+        yield dispatch.choose(matrix.rows, matrix.cols, iterations[matrix.parameter].steps)
