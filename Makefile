@@ -5,10 +5,9 @@
 # make check   the checks without the tests
 # make test-long  ten times as many random plans, layouts and options; LONG=100 is another number
 # make oldest  the core tests on the oldest PyTorch that is supported, in an environment of its own
-# make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
+# make newest  the test suite on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
 # make integrations  the examples in Transformers, TRL, Accelerate, Lightning, PEFT and Megatron-FSDP, in an environment of its own
 # make lm-eval  exports to Hugging Face, and lm-eval on one, in an environment of its own
-# make rehearse  full-size training steps on GPUs that are not there
 # make gpu     CALL=1, 2, 3 or 4: what is measured on one GPU, at most 8 minutes each; DEVICE=cpu rehearses it
 # make gpu-wheels  packages for make gpu on a machine without a network, in .cache/wheels
 # make soak    2,000 steps twice, undisturbed and with random kills: the same digits; at most an hour
@@ -62,7 +61,7 @@ $(call python,$(1)) -c 'import sys; assert sys.version_info >= (3, 11), "Python 
 $(call python,$(1)) -m venv $(2)
 endef
 
-.PHONY: lm-eval site wheel soak venv train test suite slow test-long check lint types newest oldest gpu gpu-wheels kernels lock lock-oldest lock-newest clean rehearse integrations
+.PHONY: lm-eval site wheel soak venv train test suite slow test-long check lint types newest oldest gpu gpu-wheels kernels lock lock-oldest lock-newest clean integrations
 
 venv: $(STAMP)
 
@@ -112,7 +111,6 @@ $(OLDEST_STAMP): pyproject.toml $(OLDEST_LOCK)
 
 newest: $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(ARGS)
-	$(NEWEST)/bin/python -m benchmarks.rehearse
 
 integrations: $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
@@ -132,9 +130,6 @@ $(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
 	# Alone, because timm's schedulers do not need torchvision, and pip has no torchvision for a PyTorch without CUDA.
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
 	touch $@
-
-rehearse: $(NEWEST_STAMP)
-	$(NEWEST)/bin/python -m benchmarks.rehearse $(ARGS)
 
 # Every version of torch pins CUDA packages and a Triton of its own, so for another than the locked one these are free.
 $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)

@@ -215,7 +215,7 @@ def fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
     of PyTorch.
     """
     if not torch.backends.cuda.is_built():
-        raise RuntimeError("a rehearsal needs a CUDA build of PyTorch, with or without a GPU: make newest")
+        raise RuntimeError("fake GPUs need a CUDA build of PyTorch, with or without a GPU: make newest")
     gpu = FakeGpu() if gpu is None else gpu
     with ExitStack() as stack:
         for module, replaced in _replaced(gpu):

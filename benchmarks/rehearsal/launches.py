@@ -1,27 +1,13 @@
-"""Counts the kernel launches of a recipe's optimizer step on fake CUDA tensors.
-
-    python -m benchmarks.rehearsal.launches --config configs/qwen3_8b_muon.toml --world-size 64 --rank 0
-
-Prints the launches of Muon's step as JSON: alone (`plain`), as the recipe's trainer calls the step (`recipe`), and in a
-step that the device may skip after a non-finite norm (`skippable`). Needs a CUDA build of PyTorch and no GPU.
-"""
+"""Counts the kernel launches of operators on fake CUDA tensors, by PyTorch's rules for lists of tensors."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import models  # noqa: F401 (registers the families)
-from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import Operations
-from titan_muon.trainer.recipe import Recipe, load
 
 # Rules of PyTorch's foreach kernels: can_use_fast_route in aten/src/ATen/native/cuda/ForeachUtils.h, and the limits of
 # a launch in MultiTensorApply.cuh.
@@ -91,53 +77,3 @@ def list_launches(tensors: Sequence[Tensor], depth: int) -> int:
                 # The rest of a tensor goes on in the next launch.
                 launches, blocks, count = launches + 1, 0, int(chunks > 0)
     return launches + (blocks > 0)
-
-
-def counted(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: str) -> dict[str, int]:
-    """Launches of Muon's step on a rank by kind of step, see this module's docstring."""
-    # Only under `fake_gpu`, because TorchTitan copies the device on import.
-    from benchmarks.rehearsal.subject import build_trainer, without_files
-    from benchmarks.rehearsal.training import give_gradients
-    from titan_muon.engine.faults.clip import NormCheck
-    from titan_muon.muon import Muon
-
-    with fake_rank(world_size, rank):
-        trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
-        muon = next(optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
-        parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
-        trainer.reported = trainer.monitored = False
-        finite = NormCheck(torch.ones((), device="cuda"), (), torch.zeros(0))
-
-        def launches(prepare: Callable[[], object]) -> int:
-            give_gradients(parameters)
-            prepare()
-            with Launches() as counter:
-                muon.step()
-            return counter.counts.total()
-
-        # The first step makes tensors.
-        launches(lambda: None)
-        return {
-            "plain": launches(lambda: None),
-            "recipe": launches(trainer._clip_gradients),
-            "skippable": launches(lambda: muon.skip_unless_finite(finite)),
-        }
-
-
-def main() -> None:
-    """Count in this process, with a replaced torch.cuda."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=0)
-    options, overrides = parser.parse_known_args()
-    with fake_gpu() as gpu, tempfile.TemporaryDirectory() as folder:
-        from titan_muon.trainer.torchtitan import compat
-
-        compat.install()
-        launches = counted(load(options.config, overrides), options.world_size, options.rank, gpu, folder)
-    print(json.dumps(launches))
-
-
-if __name__ == "__main__":
-    main()

@@ -37,7 +37,6 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} benchmarks/count_launches.py --help": r".*\S",
     f"{PYTHON} benchmarks/compile_kernels.py --help": r".*\S",
     f"{PYTHON} benchmarks/host_cost.py --help": r".*\S",
-    f"{PYTHON} -m benchmarks.rehearse --help": r".*\S",
     f"{PYTHON} -m benchmarks.step_counts --help": r".*\S",
 }
 """Last line of the output by command."""

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.rehearsal.checks import MATRIX_PRODUCTS
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
-from benchmarks.rehearsal.recorder import Operations
+from benchmarks.rehearsal.recorder import MATRIX_PRODUCTS, Operations
 from titan_muon import Muon
 from titan_muon.adamw import AdamW
 from titan_muon.engine.tensors.dtensor import local

@@ -1,11 +1,9 @@
-"""The kernel launches of a step: PyTorch's rules for lists of tensors, and the counts of recipes on fake GPUs."""
+"""The kernel launches of a step: PyTorch's rules for lists of tensors."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.rehearsal.launches import BLOCKS, CHUNK, Launches, list_launches
-from docs.make_launches import CASES, PAGE, counted, written_launches
 
 
 def empties(count: int, *shape: int) -> list[Tensor]:
@@ -26,16 +24,3 @@ def test_lists_of_unequal_strides_or_dtypes_take_a_launch_for_each_tensor() -> N
     assert counter.weight("_foreach_add_", (wide, halves)) == 4
     assert counter.weight("_foreach_mul_", (columns,)) == 4, "not dense"
     assert counter.weight("mm", (wide[0], wide[1])) == 1
-
-
-def test_the_step_of_a_recipe_launches_little_more_than_muon_alone() -> None:
-    for launches in written_launches(PAGE.read_text(encoding="utf-8")).values():
-        assert launches["recipe"] <= 1.05 * launches["plain"]
-
-
-@pytest.mark.skipif(
-    not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
-)
-@pytest.mark.parametrize("recipe", CASES)
-def test_the_table_of_launches_has_the_counts_of_this_code(recipe: str) -> None:
-    assert written_launches(PAGE.read_text(encoding="utf-8"))[recipe] == counted(recipe)
