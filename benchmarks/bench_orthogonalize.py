@@ -28,6 +28,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import spread
 from benchmarks.accuracy import relative_error
 from benchmarks.measure_kernels import measure_kernels
 from titan_muon.engine.orthogonalize import (
@@ -75,6 +76,7 @@ class Row:
 
     Attributes:
         ms: median for the whole stack.
+        spread: of the turns' times.
         faster: median over the turns of the first contender's time over this contender's.
         tflops: useful TFLOP/s.
         of_matmul: useful FLOP/s over the rate of a plain bfloat16 matrix product, measured in the same run.
@@ -84,6 +86,7 @@ class Row:
     shape: str
     name: str
     ms: float
+    spread: float
     faster: float
     tflops: float
     of_matmul: float
@@ -157,9 +160,9 @@ def compare(group: str, shape: tuple[int, int, int], contenders: Sequence[Conten
         # The first turn warms up.
         mine = median(times[index] for times in turns[1:])
         faster = median(times[0] / times[index] for times in turns[1:])
-        rate = contender.flops / mine
+        rate, times = contender.flops / mine, [times[index] for times in turns[1:]]
         name = f"{count} x ({rows} x {cols})"
-        yield Row(group, name, contender.name, 1e3 * mine, faster, rate / 1e12, rate / bench.matmul)
+        yield Row(group, name, contender.name, 1e3 * mine, spread(times), faster, rate / 1e12, rate / bench.matmul)
 
 
 @dataclass(frozen=True)
@@ -287,18 +290,25 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     ]
     for row in compare(f"share {what}", (1, 1, 1), contenders, bench):
         yield Row(
-            row.group, f"{sum(map(len, parts))} matrices", row.name, row.ms, row.faster, row.tflops, row.of_matmul
+            row.group,
+            f"{sum(map(len, parts))} matrices",
+            row.name,
+            row.ms,
+            row.spread,
+            row.faster,
+            row.tflops,
+            row.of_matmul,
         )
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = [
-        "| group | shape | method | ms | x as fast as the first | TFLOP/s | of matmul |",
-        "|---|---|---|---:|---:|---:|---:|",
+        "| group | shape | method | ms | spread | x as fast as the first | TFLOP/s | of matmul |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
-        numbers = f"{r.ms:.2f} | {r.faster:.2f} | {r.tflops:.3g} | {100 * r.of_matmul:.0f} %"
+        numbers = f"{r.ms:.2f} | {r.spread:.0%} | {r.faster:.2f} | {r.tflops:.3g} | {100 * r.of_matmul:.0f} %"
         lines.append(f"| {r.group} | {r.shape} | {r.name} | {numbers} |")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 # A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import spread
 from benchmarks.bench_step import barrier, check_device, finish, start
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.memory_use import allocated
@@ -49,6 +50,7 @@ class Figures:
         calls: collectives of the busiest rank in forward and backward.
         step_calls: collectives of the busiest rank in Muon's step.
         passes_ms: median time of forward and backward.
+        passes_spread, step_spread: of the same times.
         step_ms: median time of Muon's step.
     """
 
@@ -61,7 +63,9 @@ class Figures:
     calls: int
     step_calls: int
     passes_ms: float
+    passes_spread: float
     step_ms: float
+    step_spread: float
 
 
 class Trainee:
@@ -149,19 +153,26 @@ def figures(name: str, ranks: Sequence[Sequence[int]], times: Sequence[tuple[flo
         calls=max(calls),
         step_calls=max(step_calls),
         passes_ms=1e3 * median(passes for passes, _ in times),
+        passes_spread=spread([passes for passes, _ in times]),
         step_ms=1e3 * median(elapsed for _, elapsed in times),
+        step_spread=spread([elapsed for _, elapsed in times]),
     )
+
+
+def cell(name: str, value: str | float) -> str:
+    """A figure of the table."""
+    if isinstance(value, float):
+        return f"{value:.0%}" if "spread" in name else f"{value:,.1f}"
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def table(rows: Sequence[Figures]) -> str:
     """Markdown; the last line is the ratio of owned to sharded."""
-    lines = [["placement", *(field for field in asdict(rows[0]) if field != "name")]]
-    lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
-    for row in rows:
-        values = [v for k, v in asdict(row).items() if k != "name"]
-        lines.append([row.name, *(f"{v:,}" if isinstance(v, int) else f"{v:,.1f}" for v in values)])
-    owned, sharded = ([v for k, v in asdict(row).items() if k != "name"] for row in rows)
-    lines.append(["ratio", *(f"{a / b:.3f}" if b else "-" for a, b in zip(owned, sharded, strict=True))])
+    names = [field.name for field in fields(Figures)]
+    lines = [["placement", *names[1:]], ["---"] + ["---:"] * (len(names) - 1)]
+    lines += [[cell(name, getattr(row, name)) for name in names] for row in rows]
+    pairs = [(name, *(getattr(row, name) for row in rows)) for name in names[1:]]
+    lines.append(["ratio", *(f"{a / b:.3f}" if b and "spread" not in name else "-" for name, a, b in pairs)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 # A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import spread
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.contenders import INITIAL, MODELS, Builder, Model, Parameters, Steps, contenders, sharded
 from benchmarks.memory_use import allocated, kept
@@ -63,6 +64,7 @@ class Row:
 
     Attributes:
         ms: median over the timed steps of the slowest rank's time.
+        spread: of the slowest rank's times.
         ratios: medians of the time over each of BASES in the same turn; 0 for a base that cannot run here.
         cpu_ms: median over the timed steps of the CPU time, user and system, of all ranks together. More reliable than
             `ms` beside other programs, because waiting takes no CPU time.
@@ -72,6 +74,7 @@ class Row:
 
     name: str
     ms: float
+    spread: float
     ratios: tuple[float, ...]
     cpu_ms: float
     cpu_ratios: tuple[float, ...]
@@ -164,6 +167,7 @@ def run(model: Model, mesh: DeviceMesh, repeats: int) -> list[Row]:
         Row(
             name=contender.name,
             ms=1e3 * median(turn[index] for turn in slowest),
+            spread=spread([turn[index] for turn in slowest]),
             ratios=tuple(ratio(slowest, index, names, base) for base in BASES),
             cpu_ms=1e3 * median(turn[index] for turn in together),
             cpu_ratios=tuple(ratio(together, index, names, base) for base in BASES),
@@ -195,6 +199,7 @@ def table(rows: Sequence[Row]) -> str:
     head = [
         "optimizer",
         "ms",
+        "spread",
         *ratios,
         "CPU ms",
         *ratios,
@@ -211,7 +216,7 @@ def table(rows: Sequence[Row]) -> str:
         memory = [f"{(c.bytes_kept + c.bytes_new) / 1e6:.2f}", f"{c.bytes_new / 1e6:.2f}"]
         work = [f"{c.bytes_sent / 1e6:.2f}", str(c.calls), f"{c.ns_flops / 1e9:.2f}"]
         error = "0, bitwise" if row.bitwise else f"{row.error:.1e}"
-        times = [f"{row.ms:.1f}", *(f"{r:.3f}" for r in row.ratios)]
+        times = [f"{row.ms:.1f}", f"{row.spread:.0%}", *(f"{r:.3f}" for r in row.ratios)]
         times += [f"{row.cpu_ms:.1f}", *(f"{r:.3f}" for r in row.cpu_ratios)]
         lines.append([row.name, *times, *work, *memory, error])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -5,7 +5,7 @@
 
 One rank of the world steps, an owner, with the plan of the real shapes for GPUs: the same numbers of pieces, buckets
 and batches. The tensors are on the CPU with a single column, so that only the host's time counts. The optimizers take
-turns. Figures are medians of CPU time, hardly affected by other processes.
+turns. Figures are medians of CPU time, and the ratio is of the times in a turn; both are hardly affected by other processes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import models as families  # noqa: F401 (registers them)
+from benchmarks import spread
 from titan_muon.trainer.torchtitan import compat
 
 compat.install()
@@ -70,6 +71,8 @@ class Cost:
     pieces: int
     muon: float
     adamw: float
+    ratio: float
+    spread: float
 
 
 def with_one_column(parameter: Parameter) -> Parameter:
@@ -157,16 +160,17 @@ def measured(case: Case, repeats: int, profile: bool) -> Cost:
         program = muon.engine.rank.program
         pieces = sum(len(run.stored) for run in program.buckets)
         ours, theirs = (median(column) for column in zip(*turns, strict=True))
-        return Cost(len(muon.plan.parameters), pieces, ours, theirs)
+        ratios = [mine / other for mine, other in turns]
+        return Cost(len(muon.plan.parameters), pieces, ours, theirs, median(ratios), spread(ratios))
 
 
 def table(costs: Mapping[str, Cost]) -> str:
     """Markdown."""
-    lines: list[Sequence[str]] = [["model", "parameters", "pieces", "Muon ms", "AdamW ms", "ratio"]]
-    lines.append(["---"] + ["---:"] * 5)
+    lines: list[Sequence[str]] = [["model", "parameters", "pieces", "Muon ms", "AdamW ms", "ratio", "spread"]]
+    lines.append(["---"] + ["---:"] * 6)
     for name, cost in costs.items():
         label = f"{name} @ {CASES[name].ranks:,}"
-        times = (f"{cost.muon:.1f}", f"{cost.adamw:.1f}", f"{cost.muon / cost.adamw:.2f}")
+        times = (f"{cost.muon:.1f}", f"{cost.adamw:.1f}", f"{cost.ratio:.2f}", f"{cost.spread:.0%}")
         lines.append([label, str(cost.parameters), str(cost.pieces), *times])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
