@@ -5,7 +5,7 @@
 
 One rank of the world steps, an owner, with the plan of the real shapes for GPUs: the same numbers of pieces, buckets
 and batches. The tensors are on the CPU with a single column, so that only the host's time counts. The optimizers take
-turns. Figures are medians of CPU time, and the ratio is of the times in a turn; both are hardly affected by other processes.
+turns. Figures are medians of CPU time, hardly affected by other processes.
 """
 
 from __future__ import annotations
