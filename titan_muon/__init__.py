@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from .assignment.groups import assign, parameter_groups
     from .assignment.heads import head_splits
     from .assignment.rules import Assignment
-    from .engine.faults.clip import clip_grad_norm_
     from .forecast.preview import Preview, preview
     from .hybrid import Hybrid
     from .muon import Muon
     from .options import Expert, Rule, Split
     from .owned import Owners, own
+    from .plugins.clip import clip_grad_norm_
     from .plugins.forward_hooks import apply_in_forward
     from .plugins.huggingface_attention import transformers_qk_clip
     from .plugins.huggingface_trainer import trainer_optimizer
@@ -34,7 +34,7 @@ _MODULES: Mapping[str, str] = {
     "apply_in_forward": "plugins.forward_hooks",
     "as_torch": "plugins.migrate",
     "assign": "assignment.groups",
-    "clip_grad_norm_": "engine.faults.clip",
+    "clip_grad_norm_": "plugins.clip",
     "converted": "plugins.migrate",
     "follow_megatron_fsdp": "plugins.megatron_fsdp",
     "head_splits": "assignment.heads",

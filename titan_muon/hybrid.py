@@ -19,11 +19,12 @@ from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import OptimizerSet, PartStates, build_optimizers
 from .assignment.roles import IsMuon
 from .assignment.rules import Assignment
+from .assignment.saved import of_adamw, regrouped
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
 from .engine.exchange.agreement import Agreement
-from .engine.faults.clip import NormCheck, SkipsSteps, agreed_scaling
 from .engine.faults.equality import check_equal
-from .engine.state.saved import after_pre_hooks, of_adamw, regrouped
+from .engine.faults.skip import NormCheck, SkipsSteps, agreed_scaling
+from .engine.state.saved import after_pre_hooks
 from .engine.tensors.names import named_parameters
 from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .engine.tensors.storage import placement_key

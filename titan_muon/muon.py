@@ -18,10 +18,10 @@ from .algorithms import algorithm_of, algorithms_in, check_group, check_used, ch
 from .engine.engine import Engine, Selection, checked_plan, engine_of, report_of
 from .engine.exchange.agreement import Agreement
 from .engine.exchange.exchange import Collectives, Exchange
-from .engine.faults.clip import SkipsSteps
 from .engine.faults.equality import check_equal
 from .engine.faults.replicas import separate_layouts
 from .engine.faults.report import Reported
+from .engine.faults.skip import SkipsSteps
 from .engine.layout.intervals import Geometries
 from .engine.layout.types import Layout, Plan
 from .engine.state.groups import (

@@ -30,7 +30,7 @@ from titan_muon import Expert, Muon
 from titan_muon.adamw import AdamW
 from titan_muon.engine.engine import plan_step
 from titan_muon.engine.exchange.exchange import Collectives
-from titan_muon.engine.faults.clip import NormCheck
+from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.layout.types import Plan
 from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.options import Machine, MuonOptions, Split

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from ..options import HYPERPARAMETERS, SHARED, MuonOptions
 from .exchange.agreement import Agreement, PlanReport, digest_of
 from .exchange.exchange import Buffers, Collectives, Exchange, fragmentation, wire_dtypes
-from .faults.clip import Scaling
 from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .faults.report import FaultReport, Reported
+from .faults.skip import Scaling
 from .layout.intervals import Geometries, components
 from .layout.types import Layout, Plan
 from .layout.work import ElementKind, Elements

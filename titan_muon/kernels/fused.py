@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import algorithm_of
-from ..engine.faults.clip import Scaling
+from ..engine.faults.skip import Scaling
 from ..engine.step.algorithm import Algorithm, Decorated, Group, PlanContext, Tensors
 from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.muon import MuonAlgorithm

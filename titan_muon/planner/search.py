@@ -13,10 +13,9 @@ from itertools import accumulate, groupby, pairwise
 from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket
 from ..engine.planning import Groups, OwnerOf, Task, buckets_of, in_order
-from ..engine.program.phases import hidden_returns, ordered_rounds
 from ..options import OptionError
 from .owners import STRATEGIES, Problem, among
-from .timeline import Clock
+from .timeline import Clock, hidden_returns, ordered_rounds
 from .walk import PlanCost
 
 

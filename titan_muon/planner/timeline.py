@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..engine.layout.intervals import Pieces
-from ..engine.layout.types import Plan
+from ..engine.layout.types import Bucket, Plan
 from ..engine.layout.work import ElementwiseCost
 from ..engine.program.patterns import NO_TRAFFIC, LinkTraffic
-from ..engine.program.phases import Act, hidden_returns, ordered_rounds, schedule
+from ..engine.program.phases import Act, late_rounds, schedule
 from ..engine.program.program import batches
 from ..options import Overlap
 from .machine import STEP_OPERATORS, MachineRates
@@ -20,6 +21,26 @@ from .walk import LOCAL, Costs, PlanCost, Share, in_bytes, link_seconds
 STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 NO_TIME = 1e-30
 """Share of the links' time in a simulation with free links. 0 would mean "no collective", and ranks would not wait."""
+
+EARLY = 1 / 8
+"""Returns of the first eighth of the model are not overlapped, because forward needs its weights first."""
+
+
+def hidden_returns(buffer_sets: int, rounds: int, ordered: int) -> int:
+    """The last rounds that the next forward hides, at most the result `ordered` of `ordered_rounds`."""
+    return min(ordered, len(late_rounds(buffer_sets, rounds)))
+
+
+def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
+    """How many of the last rounds the next forward can hide, because they have no matrix of the EARLY share."""
+    least: dict[int, int] = {}
+    most = 0
+    for bucket in () if overlap == "none" else buckets:
+        least[bucket.round] = min(least.get(bucket.round, bucket.matrices[0]), *bucket.matrices)
+        most = max(most, *bucket.matrices)
+    first = min(least.values(), default=0)
+    early = first + EARLY * (most + 1 - first)
+    return sum(1 for _ in takewhile(lambda number: least[number] >= early, sorted(least, reverse=True)))
 
 
 @dataclass(frozen=True)

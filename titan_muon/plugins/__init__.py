@@ -1,1 +1,1 @@
-"""Parts for one model or framework, which nothing else imports."""
+"""Parts for one model or framework, and clipping, which nothing in the library imports."""

@@ -12,9 +12,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.dist.harness import run_ranks
 from tests.shared import message
 from titan_muon import Muon
-from titan_muon.engine.faults.clip import GradientClip, clip_grad_norm_
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
+from titan_muon.plugins.clip import GradientClip, clip_grad_norm_
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
 ALL = list(range(len(SHAPES)))

@@ -8,9 +8,9 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from titan_muon.engine.faults.clip import clip_grad_norm_
 from titan_muon.engine.faults.faults import Fault
 from titan_muon.engine.faults.report import FaultReport
+from titan_muon.plugins.clip import clip_grad_norm_
 
 
 class NoWaits(TorchFunctionMode):

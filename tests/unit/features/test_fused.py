@@ -20,7 +20,7 @@ from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon
-from titan_muon.engine.faults.clip import Scaling
+from titan_muon.engine.faults.skip import Scaling
 from titan_muon.engine.step.context import StepContext
 from titan_muon.engine.step.muon import Tensors
 from titan_muon.engine.step.rounding import chunk_of, draw_key, memory_bytes, seed_of

@@ -13,9 +13,10 @@ from tests.unit.plans import examples, plan_of, plans
 from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
 from titan_muon.engine.planning import Task
-from titan_muon.engine.program.phases import EARLY, ordered_rounds, prefetch
+from titan_muon.engine.program.phases import prefetch
 from titan_muon.options import Overlap
 from titan_muon.planner.search import in_model_order, rounds
+from titan_muon.planner.timeline import EARLY, ordered_rounds
 
 
 @st.composite

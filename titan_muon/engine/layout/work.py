@@ -98,46 +98,8 @@ class Traffic(NamedTuple):
     apply_launches: int
 
 
-def traffic(
-    element: int,
-    state: int,
-    wire: int,
-    *,
-    stochastic: bool,
-    cautious: bool,
-    fused: bool = False,
-    device: str = "cuda",
-) -> Traffic:
-    """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
-
-    Counts the operators of `engine/step/muon.py` and `engine/step/rounding.py`, without caches;
-    tests/unit/plan/test_passes.py compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
-    `fused`: kernels of `kernels/passes.py`.
-    """
-    if fused:
-        # Each tensor once.
-        return Traffic(2 * state + element + wire, 1, 2 * element + wire, 1)
-    # lerp in the wider dtype, another for Nesterov, and packing.
-    wide = max(element, state)
-    advance, launches = 7 * wide + wire, 3
-    if element < wide:
-        advance, launches = advance + element + wide, launches + 1
-    if state < wide:
-        advance, launches = advance + 2 * (state + wide), launches + 2
-    if stochastic:
-        # Weights and updates in float32, a hash of each element, and the way back.
-        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
-    # Decay, updates in the dtype of wider weights, and the sum.
-    apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
-    if cautious:
-        apply, apply_launches = apply + 4 * element + wire + 10 * max(element, wire), apply_launches + 6
-    if device == "cpu" and element == wire == 2:
-        # `add_scaled` converts what it adds to float32.
-        apply, apply_launches = apply + 8 * (1 + cautious), apply_launches + 1 + cautious
-    return Traffic(advance, launches, apply, apply_launches)
-
-
-FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
+FLOAT32_TRAFFIC = Traffic(30, 3, 26, 3)
+"""Of float32 weights and momentum with bfloat16 in transit."""
 
 
 @dataclass(frozen=True)

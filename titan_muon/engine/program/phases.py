@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 
-from ...options import Overlap
 from ..layout.types import Bucket, Piece
 
 ALIGNMENT = 64
@@ -143,10 +142,6 @@ def gather_phase(stored: ByPeer, rank: int, group: tuple[int, ...], collective: 
     return Phase(collective, home, owned, (), sizes, travels=any(sizes), group=group)
 
 
-EARLY = 1 / 8
-"""Returns of the first eighth of the model are not overlapped, because forward needs its weights first."""
-
-
 class Act(Enum):
     """Stages of a bucket."""
 
@@ -169,23 +164,6 @@ def prefetch(buffer_sets: int, rounds: int) -> int:
 def late_rounds(buffer_sets: int, rounds: int) -> range:
     """The rounds applied after all rounds are orthogonalized, because no round waits for the buffers."""
     return range(max(0, rounds - buffer_sets), rounds)
-
-
-def hidden_returns(buffer_sets: int, rounds: int, ordered: int) -> int:
-    """The last rounds that the next forward hides, at most the result `ordered` of `ordered_rounds`."""
-    return min(ordered, len(late_rounds(buffer_sets, rounds)))
-
-
-def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
-    """How many of the last rounds the next forward can hide, because they have no matrix of the EARLY share."""
-    least: dict[int, int] = {}
-    most = 0
-    for bucket in () if overlap == "none" else buckets:
-        least[bucket.round] = min(least.get(bucket.round, bucket.matrices[0]), *bucket.matrices)
-        most = max(most, *bucket.matrices)
-    first = min(least.values(), default=0)
-    early = first + EARLY * (most + 1 - first)
-    return sum(1 for _ in takewhile(lambda number: least[number] >= early, sorted(least, reverse=True)))
 
 
 def schedule(rounds: int, buffer_sets: int) -> tuple[list[Turn], list[Turn]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..faults.clip import Scaling
 from ..faults.faults import Fault, fault_of, norm_dtype
+from ..faults.skip import Scaling
 from ..state.groups import iteration_changed
 from ..tensors.names import names_in
 from ..tensors.storage import Storage, TrainedParam

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_muon.engine.faults.clip import NormCheck
+from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.tensors.dtensor import is_host
 from titan_muon.engine.tensors.names import canonical_fqn, listed
 from titan_muon.trainer.checks.experts import ExpertLoads

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_muon.engine.faults.clip import replica_count
 from titan_muon.engine.layout.types import Parameter
 from titan_muon.engine.tensors.dtensor import held_indices, local
 from titan_muon.muon import Muon
 from titan_muon.owned import gather
+from titan_muon.plugins.clip import replica_count
 from titan_muon.trainer.assign.container import HybridOptimizers
 from titan_muon.trainer.device import Stopwatch
 from titan_muon.trainer.monitor.spectrum import largest_singular_value, orthogonality_error

@@ -13,8 +13,9 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
-from titan_muon.engine.faults.clip import GradientClip, NormCheck
+from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.tensors.dtensor import local
+from titan_muon.plugins.clip import GradientClip
 from titan_muon.trainer.assign.container import HybridOptimizers
 from titan_muon.trainer.checks.ranks import UNKNOWN
 from titan_muon.trainer.checks.training import ADVICE, TrainingChecks

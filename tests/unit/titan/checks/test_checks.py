@@ -9,7 +9,7 @@ import torch
 from pyarrow import chunked_array, large_binary
 from torch import nn
 
-from titan_muon.engine.faults.clip import NormCheck
+from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.trainer.checks.experts import ExpertLoads
 from titan_muon.trainer.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair
 from titan_muon.trainer.checks.start import check_start, differences, source_files, start_facts

@@ -1,26 +1,23 @@
-"""Gradient clipping over parameters on different device meshes, and the flag by which all ranks skip a step.
+"""Gradient clipping over parameters on different device meshes.
 
-Clipping is one all-reduce of two numbers: each rank divides the squares of local gradients by the number of ranks with
-the same elements. A norm that is not finite, a GradScaler or a bad gradient skips the step of all optimizers.
+One all-reduce of two numbers: each rank divides the squares of local gradients by the number of ranks with the same
+elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..tensors.dtensor import MARKS, host_zeros, is_host, may_be_true, on_device
-from ..tensors.names import listed, named_parameters
-from ..tensors.process_groups import backends, ranks_of, without_groups
-from ..tensors.warning import warn
-from .faults import NotFiniteError, norm_dtype
+from ..engine.faults.faults import norm_dtype
+from ..engine.faults.skip import NormCheck, SkipsSteps
+from ..engine.tensors.dtensor import MARKS, on_device
+from ..engine.tensors.process_groups import backends, ranks_of, without_groups
 
 EPS = 1e-6
 """Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
@@ -204,162 +201,3 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
         f"the gradient's placements {gradient.placements} differ from the parameter's {parameter.placements}"
     )
     return gradient.to_local()
-
-
-class HostCopy:
-    """A copy of a tensor to the host, which waits only when `value` is read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._on_host = host_zeros(tensor.detach())
-        self._on_host.copy_(tensor.detach(), non_blocking=True)
-        module: Any = torch.get_device_module(tensor.device)
-        self._copied = None if is_host(tensor.device) else module.Event()
-        if self._copied is not None:
-            self._copied.record()
-
-    @property
-    def value(self) -> Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._on_host
-
-
-class NormCheck:
-    """The gradient norm of a step. `broken`, () bool on the device: whether the norm is not finite.
-
-    `norm`: (), equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient norms.
-    """
-
-    def __init__(
-        self,
-        norm: Tensor,
-        names: Sequence[str],
-        local_norms: Tensor,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._group = process_group
-        self.broken, self._names = norm.isfinite().logical_not(), names
-        self._local_norms: Tensor | None = local_norms
-        self._on_host = HostCopy(norm)
-
-    @property
-    def value(self) -> float:
-        """The norm. The host waits for the device."""
-        return float(self._on_host.value)
-
-    def causes(self) -> str | None:
-        """The parameters and ranks of a norm that is not finite, once; else None. Collective."""
-        local_norms, self._local_norms = self._local_norms, None
-        if local_norms is None or math.isfinite(self.value):
-            return None
-        broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
-        ranks = ranks_of(self._group)
-        everywhere: list[Sequence[str]] = [broken] * len(ranks)
-        if len(ranks) > 1:
-            dist.all_gather_object(everywhere, broken, group=self._group)
-        found = zip(ranks, everywhere, strict=True)
-        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in found if names)
-        return where or "large values"
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """A step that may change nothing.
-
-    Attributes:
-        skipped: () bool on the device, equal on all ranks.
-        inverse: () float32 factor on the gradients, or None.
-        differs: () bool: whether a GradScaler of another rank alone has found a bad gradient, or None.
-    """
-
-    skipped: Tensor
-    inverse: Tensor | None = None
-    differs: Tensor | None = None
-
-
-class SkipsSteps:
-    """An optimizer with steps that may change nothing. `process_group`: its ranks, by default all.
-
-    One flag skips a step on all ranks: a norm that is not finite (`skip_unless_finite`), the `found_inf` of a
-    torch.amp.GradScaler, or a bad gradient with `on_bad_gradient = "skip_step"`.
-    """
-
-    process_group: dist.ProcessGroup | None = None
-    _next_norm: NormCheck | None = None
-    _last_norm: NormCheck | None = None
-    _given: tuple[Scaling | None] | None = None
-
-    def prepare_step(self) -> Tensor | None:
-        """Raise ValueError for the last step, and take the gradients of this step.
-
-        Returns () bool on the device: whether a gradient on this rank is to skip the step; None if none can.
-        """
-        raise NotImplementedError
-
-    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        groups: Sequence[Mapping[str, Any]] = self.param_groups  # type: ignore[attr-defined]
-        names = {p: name for name, p in named_parameters(group for group in groups if "param_names" in group)}
-        return [names.get(parameter, "a parameter without a name") for parameter in parameters]
-
-    def skip_unless_finite(self, norm: NormCheck) -> None:
-        """Let the next step change nothing if the norm is not finite. The host does not wait."""
-        self._next_norm = norm
-
-    def give_scaling(self, scaling: Scaling | None) -> None:
-        """Let the next step of this prepared optimizer use the flag of a Hybrid."""
-        self._given = (scaling,)
-
-    def take_scaling(self, device: torch.device, *, alone: bool = False) -> Scaling | None:
-        """The flag of this step: a Hybrid's, or one on which all ranks agree now. None for a plain step.
-
-        `alone`: leave out the other ranks.
-        """
-        given, self._given = self._given, None
-        return agreed_scaling(self, [self], device, alone=alone) if given is None else given[0]
-
-    def take_skip(self) -> Tensor | None:
-        """Whether a norm skips this step, () bool on the device, or None."""
-        self._last_norm, self._next_norm = self._next_norm, None
-        return None if self._last_norm is None else self._last_norm.broken
-
-    def check_norm(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the last norm was not finite; warn if `skips`. Collective."""
-        last, self._last_norm = self._last_norm, None
-        causes = None if last is None else last.causes()
-        if causes is None:
-            return
-        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
-        if not skips:
-            raise NotFiniteError(
-                f"{text}; lower the learning rate, clip gradients, or go on after such steps "
-                "(expert.on_bad_gradient = 'skip_step')"
-            )
-        warn(text)
-
-
-def agreed_scaling(
-    scaler: Any, optimizers: Sequence[SkipsSteps], device: torch.device, *, alone: bool = False
-) -> Scaling | None:
-    """Prepare a step of the optimizers together, and return its flag, on which all ranks agree. None: a plain step.
-
-    `scaler`: has `found_inf` and `grad_scale` of a torch.amp.GradScaler, if one drives the step. `alone`: the ranks do
-    not agree about `found_inf`.
-    """
-    bad = [flag.to(device) for optimizer in optimizers if (flag := optimizer.prepare_step()) is not None]
-    norms = [flag.to(device) for optimizer in optimizers if (flag := optimizer.take_skip()) is not None]
-    found_inf = getattr(scaler, "found_inf", None)
-    if found_inf is None and not bad:
-        # A norm is equal on all ranks.
-        return Scaling(norms[0]) if norms and may_be_true(norms[0]) else None
-    # A number, not a tensor, if GradScaler has seen no gradient.
-    found = torch.as_tensor(0.0 if found_inf is None else found_inf, device=device).reshape(()) > 0
-    flags = torch.stack([found, torch.stack(bad).any() if bad else torch.zeros_like(found)]).int()
-    group = scaler.process_group
-    if (bad or not alone) and dist.is_initialized() and len(ranks_of(group)) > 1:
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    agreed = flags > 0
-    skipped = torch.stack([*agreed.unbind(), *norms]).any()
-    scale = getattr(scaler, "grad_scale", None)
-    # In double precision, as in GradScaler.unscale_.
-    inverse = None if scale is None else scale.to(device).reshape(()).double().reciprocal().float()
-    return Scaling(skipped, inverse, agreed[0] & ~found)
