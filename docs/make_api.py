@@ -1,4 +1,4 @@
-"""Writes docs/api.md: the public names of titan_muon with signatures and docstrings.
+"""Writes docs/api.md: public names of titan_muon with signature, first sentence of the docstring, and file.
 
 python docs/make_api.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -20,8 +21,15 @@ import titan_muon  # noqa: E402
 PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API
 
-The public names of `titan_muon`, then those of its modules. `python docs/make_api.py` writes this page from docstrings.
-[options.py](../titan_muon/options.py) declares the options of Muon, and [options.md](options.md) has tables of them.
+```python
+import titan_muon
+
+help(titan_muon.Hybrid)  # arguments, returned values and errors
+```
+
+The public names of `titan_muon`, then of its modules: link to the file, parameters and first sentence of the docstring.
+Methods stand below the class; [your_own_algorithm.md](your_own_algorithm.md) has the methods of an algorithm.
+[options.md](options.md) has the keywords of `Muon` and `Expert`. `python docs/make_api.py` writes this page.
 """
 
 MODULES = {
@@ -39,13 +47,15 @@ MODULES = {
     "titan_muon.trainer": ("HybridOptimizers", "HybridOptimizers.Config", "fit_to_machine"),
 }
 """Public names that `titan_muon` does not export."""
+DESCRIBED = (titan_muon.Muon, titan_muon.Expert)
+"""Classes whose arguments are in docs/options.md."""
 
 
 def signature(thing: Any) -> str:
     """Parameters of a function or class, with defaults and without annotations."""
     parameters = []
     for parameter in inspect.signature(thing).parameters.values():
-        if parameter.name != "self":
+        if parameter.name not in ("self", "cls"):
             default = parameter.default if isinstance(parameter.default, int | float | str | None | tuple) else ...
             parameters.append(parameter.replace(annotation=inspect.Parameter.empty, default=_short(parameter, default)))
     return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
@@ -55,29 +65,38 @@ def _short(parameter: inspect.Parameter, default: Any) -> Any:
     return inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else default
 
 
-def section(name: str, thing: Any) -> list[str]:
-    """Lines of a public name."""
-    lines = [f"## {name}", "", f"`{name}{signature(thing)}`", "", "```text", inspect.getdoc(thing) or "", "```", ""]
-    if not inspect.isclass(thing):
-        return lines
-    for member, value in sorted(vars(thing).items()):
-        documented = value.fget if isinstance(value, property) else getattr(value, "__wrapped__", value)
-        if member.startswith("_") or not inspect.isfunction(documented) or not documented.__doc__:
-            continue
-        shown = f"`{name}.{member}`" if isinstance(value, property) else f"`{name}.{member}{signature(documented)}`"
-        lines += [shown, "", "```text", inspect.cleandoc(documented.__doc__), "```", ""]
-    return lines
+def sentence(thing: Any) -> str:
+    """First sentence of a docstring, as a cell of a table."""
+    paragraph = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".").replace("|", "\\|")
+
+
+def file_of(thing: Any) -> str:
+    """Path of the file with the definition, from docs/."""
+    return f"../{Path(inspect.getfile(inspect.unwrap(thing))).resolve().relative_to(ROOT)}"
+
+
+def rows(name: str, thing: Any) -> Iterator[str]:
+    """A row for a public name, and one for each documented method of a class."""
+    shown = "(...)" if thing in DESCRIBED else signature(thing)
+    yield f"| [{name}]({file_of(thing)})`{shown}` | {sentence(thing)} |"
+    if inspect.isclass(thing) and thing is not titan_muon.Expert and not name.startswith("titan_muon.engine"):
+        for member, value in sorted(vars(thing).items()):
+            documented = value.fget if isinstance(value, property) else getattr(value, "__wrapped__", value)
+            if not member.startswith("_") and inspect.isfunction(documented) and documented.__doc__:
+                shown = "" if isinstance(value, property) else signature(documented)
+                yield f"| `.{member}{shown}` | {sentence(documented)} |"
 
 
 def page() -> str:
     """Text of the page."""
-    lines = [HEAD]
+    lines = [HEAD, "| name | does |", "|---|---|"]
     for name in sorted(titan_muon.__all__, key=str.lower):
-        lines += section(name, getattr(titan_muon, name))
+        lines += rows(name, getattr(titan_muon, name))
     for module, names in MODULES.items():
         for name in names:
-            lines += section(f"{module}.{name}", attrgetter(name)(import_module(module)))
-    return "\n".join(lines).rstrip() + "\n"
+            lines += rows(f"{module}.{name}", attrgetter(name)(import_module(module)))
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tree of docs/architecture.md: a line for each folder, and for each file of FILES, from the docstrings.
+"""Writes the tree of docs/architecture.md: a line for each folder, and for each file of DESCRIBED, from docstrings.
 
     python docs/make_architecture.py
 
@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 FOLDERS = ("titan_muon", "models", "scripts")
-FILES = ("titan_muon", "engine", "planner", "features", "algorithms", "kernels")
-"""Folders with a line for each file: those through which a gradient or a plan goes."""
+DESCRIBED = ("titan_muon", "engine")
+"""Folders with a line for each file."""
 BEGIN, END = "<!-- tree: written by docs/make_architecture.py -->", "<!-- end of tree -->"
 
 
@@ -28,14 +28,13 @@ def summary(file: Path) -> str:
 
 def lines(folder: Path, depth: int = 0) -> list[str]:
     """A folder with its contents: first its own files, then its folders."""
-    shown = folder.name in FILES or folder.parent.name in FILES[1:]
-    own = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py" and shown)
-    inner = sorted(file.parent for file in folder.glob("*/__init__.py"))
     init = folder / "__init__.py"
     sentence = summary(init) if init.exists() else "commands that a user runs"
     rows = [f"{'  ' * depth}{folder.name}/  {sentence}"]
-    rows += [f"{'  ' * (depth + 1)}{file.name}  {summary(file)}" for file in own]
-    for child in inner:
+    if folder.name in DESCRIBED:
+        files = [file for file in sorted(folder.glob("*.py")) if file != init]
+        rows += [f"{'  ' * (depth + 1)}{file.name}  {summary(file)}" for file in files]
+    for child in sorted(file.parent for file in folder.glob("*/__init__.py")):
         rows += lines(child, depth + 1)
     return rows
 

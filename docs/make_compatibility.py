@@ -8,7 +8,6 @@ Options of `titan_muon.Muon` are tried on a model of one layer in a fake world, 
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from tests.machines import machine_file  # noqa: E402
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.engine.tensors.process_groups import fake_world  # noqa: E402
 from titan_muon.options import EXPERT, Expert, MuonOptions, PlacementRule, Split, choices  # noqa: E402
-from titan_muon.trainer.recipe import schema, toml  # noqa: E402
+from titan_muon.trainer.recipe import schema  # noqa: E402
 from titan_muon.trainer.recipe.constraints import named_keys, violations  # noqa: E402
 from titan_muon.trainer.recipe.sections import Recipe  # noqa: E402
 
@@ -92,7 +91,7 @@ def written_as(setting: Setting) -> str:
     name, value = setting
     if name == "split":
         return f"`{NAMES[value]}`"
-    return f"`{name} = {value!r}`".replace("'", '"')
+    return f"`{name}={value!r}`".replace("'", '"')
 
 
 class Weight(nn.Module):
@@ -187,22 +186,8 @@ def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)
     except ValueError as error:
-        return cleaned(str(error))
+        return str(error)
     return ""
-
-
-def cleaned(message: str) -> str:
-    """A message without the rank and the parameter names of the tiny model."""
-    message = re.sub(r" \(on rank \d+\)$", "", message)
-    return re.sub(r"(, )?layer\.[\w.]+(, layer\.[\w.]+)*", lambda match: (match[1] or "") + "PARAMETER", message)
-
-
-def without_subject(setting: Setting, message: str) -> str:
-    """A message about a setting without the setting at the beginning."""
-    name, value = setting
-    for subject in (f"{name} = {value!r}", f'{name} = "{value}"', name):
-        message = message.removeprefix(f"{subject}: ").removeprefix(f"{subject} ")
-    return message
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -210,32 +195,31 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *rows))
 
 
-def merged(pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Rows of (subject, other, message), merged by equal others and messages, then by equal subjects and messages."""
-    subjects: dict[tuple[str, str], list[str]] = {}
-    for subject, other, message in pairs:
-        subjects.setdefault((other, message), []).append(subject)
-    others: dict[tuple[str, str], list[str]] = {}
-    for (other, message), names in subjects.items():
-        others.setdefault((", ".join(dict.fromkeys(names)), message), []).append(other)
-    for (subject, message), names in sorted(others.items(), key=lambda row: row[0][0]):
-        yield subject, ", ".join(dict.fromkeys(names)), message
+def merged(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Rows of (subject, others) from pairs: subjects with equal others share a row."""
+    others: dict[str, list[str]] = {}
+    for subject, other in pairs:
+        others.setdefault(subject, []).append(other)
+    subjects: dict[str, list[str]] = {}
+    for subject, refused in others.items():
+        subjects.setdefault(", ".join(dict.fromkeys(refused)), []).append(subject)
+    return ((", ".join(names), refused) for refused, names in sorted(subjects.items(), key=lambda row: row[1][0]))
 
 
 def library_pairs() -> str:
-    """The pairs of options refused by Muon, with the message."""
+    """The pairs of options refused by Muon."""
     with warnings.catch_warnings(action="ignore"), fake_world(8):
         rows = list(merged(_refused_pairs(LAYOUTS[PAIRS].model())))
-    return table(("option", "refused with", "message"), rows)
+    return table(("option", "refused with"), rows)
 
 
-def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
     every = list(settings())
     needed: dict[Setting, Setting] = {}
     for setting in every:
-        if message := refusal(model, [setting]):
+        if refusal(model, [setting]):
             needed[setting] = next(o for o in every if o[0] != setting[0] and not refusal(model, [setting, o]))
-            yield written_as(setting), f"all but {written_as(needed[setting])}", without_subject(setting, message)
+            yield written_as(setting), f"all but {written_as(needed[setting])}"
     for first, second in combinations(every, 2):
         needs = [needed[setting] for setting in (first, second) if setting in needed]
         names = {first[0], second[0], *(name for name, _ in needs)}
@@ -247,10 +231,9 @@ def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
         pairs = [*combinations(needs, 2), *((need, s) for need in needs for s in (first, second) if s not in needed)]
         if not message or any(refusal(model, pair) for pair in pairs):
             continue
+        # The message begins with the option to change.
         subject, other = (first, second) if message.startswith(f"{first[0]} ") else (second, first)
-        # The column of the other setting has the value.
-        message = without_subject(subject, message).replace(f"{other[0]} = {other[1]!r}", other[0])
-        yield written_as(subject), written_as(other), message
+        yield written_as(subject), written_as(other)
 
 
 def library_layouts() -> str:
@@ -261,18 +244,14 @@ def library_layouts() -> str:
             model = layout.model()
             for setting in settings():
                 refusals.setdefault(setting, {})[name] = refusal(model, [setting])
-    rows: dict[tuple[str, ...], list[str]] = {}
-    refused = []
-    for setting, messages in refusals.items():
-        if not any(messages.values()) or all(messages.values()):
-            continue
-        subject = written_as(setting)
-        rows.setdefault(tuple("no" if message else "yes" for message in messages.values()), []).append(subject)
-        reasons = {place: without_subject(setting, message) for place, message in messages.items() if message}
-        refused += [(subject, place, reason) for place, reason in reasons.items()]
-    reasons_table = table(("option", "refused under", "message"), merged(refused))
-    cells = ((", ".join(subjects), *row) for row, subjects in rows.items())
-    return table(("option", *LAYOUTS), cells) + "\n" + reasons_table
+    refused = (
+        (written_as(setting), layout)
+        for setting, messages in refusals.items()
+        if not all(messages.values())
+        for layout, message in messages.items()
+        if message
+    )
+    return table(("option", "refused under"), merged(refused))
 
 
 RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
@@ -340,29 +319,19 @@ def _changed(table: Any, key: str, value: Any) -> Any:
     return replace(table, **{name: _changed(getattr(table, name), inner, value) if inner else value})
 
 
-def recipe_setting(setting: Setting) -> str:
-    """A key and its value as Markdown code."""
-    key, value = setting
-    return f"`{key} ({value[0].placement})`" if key == "placement.rule" else f"`{key} = {toml.value_text(value)}`"
-
-
 def recipe_pairs() -> str:
-    """Each check of related keys with the keys that violate it, alone or in pairs."""
+    """Each check of related keys: the key and the accepted values."""
     every = list(recipe_settings())
-    alone = {setting: broken_by([setting]) for setting in every}
-    breaking_keys: dict[tuple[str, str], list[str]] = {}
-    for setting, broken in alone.items():
-        for violation in broken:
-            breaking_keys.setdefault(violation, []).append(recipe_setting(setting))
+    broken = {setting: broken_by([setting]) for setting in every}
+    found = set[tuple[str, str]]().union(*broken.values())
     for first, second in combinations(every, 2):
         if first[0] != second[0]:
-            for violation in broken_by((first, second)) - alone[first] - alone[second]:
-                shown = f"{recipe_setting(first)} with {recipe_setting(second)}"
-                breaking_keys.setdefault(violation, []).append(shown)
+            found |= broken_by((first, second))
     order = list(schema.keys(Recipe))
-    found = sorted(breaking_keys, key=lambda violation: (order.index(violation[0]), violation[1]))
-    rows = ((f"`{key}`", "; ".join(breaking_keys[key, accepted]), accepted) for key, accepted in found)
-    return table(("key", "refused", "it takes"), rows)
+    keys: dict[str, list[str]] = {}
+    for key, accepted in sorted(found, key=lambda violation: (order.index(violation[0]), violation[1])):
+        keys.setdefault(accepted, []).append(f"`{key}`")
+    return table(("key", "accepted"), ((", ".join(names), accepted) for accepted, names in keys.items()))
 
 
 def broken_by(choices: Sequence[Setting]) -> set[tuple[str, str]]:

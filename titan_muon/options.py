@@ -145,23 +145,21 @@ class Expert:
 
     exchange: Annotated[Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"], MAY_CHANGE] = "all_to_all"
     """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas if faster),
-    `all_gather` to all ranks, which all orthogonalize it, or `all_gather_reduce_scatter`."""
+    `all_gather` to all ranks, which repeat the work, or `all_gather_reduce_scatter` (docs/exchange.md)."""
 
     planner: Annotated[Literal["search", "rule"], MAY_CHANGE] = "search"
-    """Owners and rounds: by a `search` for the fastest modelled step on a machine, or by a fixed `rule` that needs no
-    machine, with balanced owners and 2 to 8 rounds of about 64 MiB on a rank."""
+    """Owners and rounds: by a `search` for the fastest modelled step on a machine, or by a fixed `rule` without a
+    machine."""
 
     replicas: Annotated[Literal["auto", "split", "redundant"], MAY_CHANGE] = "auto"
-    """Replicas of a matrix, as under HSDP and DDP, `split` the work or repeat the work. `redundant` is faster only if
-    sending results takes longer than Newton-Schulz. `auto`: `split`, but `redundant` in a recipe with owners in `each`
-    replica."""
+    """Replicas of a matrix, as under HSDP and DDP, `split` or repeat the work (`redundant`, for very slow links).
+    `auto`: `split`, but `redundant` in a recipe with owners in `each` replica."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
 
     eps: Annotated[float, POSITIVE] = 1e-14
-    """Lower bound of the norm that divides a matrix. float32 cannot sum the squares of much smaller norms.
-    torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
+    """Lower bound of the norm that divides a matrix. torch.optim.Muon's 1e-7 gives the same bits for larger norms."""
 
     soap_freq: Annotated[int, COUNT] = 10
     """Steps between two refreshes of a matrix's eigenbases, with `algorithm` = "soap"."""
@@ -175,13 +173,13 @@ class Expert:
 
     on_bad_gradient: OnBadGradient = "error"
     """A missing gradient raises on all ranks that share matrices. A matrix with a non-finite gradient gets no update,
-    and the next step raises there. `skip_missing`: a parameter without a gradient on some rank stays as it is on all
-    ranks. With it the host waits in every step, because ranks that share matrices agree before. `skip_step`: after a
-    missing or non-finite gradient on any rank, the step changes nothing on all ranks, and the next step warns."""
+    and the next step raises. `skip_missing`: a parameter without a gradient on some rank is left out on all ranks, and
+    the host waits in every step. `skip_step`: after a missing or non-finite gradient on any rank, the step changes
+    nothing on all ranks, and the next step warns."""
 
     idle: Literal["move", "hold"] = "move"
-    """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
-    or `hold` it, which only decays it, and warns after 20 such steps."""
+    """A matrix with a zero gradient, as of an expert without tokens: `move` by the momentum, as torch.optim.Muon, or
+    `hold`: only decay, with a warning after 20 steps."""
 
     release_grads: Annotated[bool, MAY_CHANGE] = False
     """Free each gradient after packing."""
@@ -195,8 +193,7 @@ class Expert:
 
     fused: Annotated[bool | Literal["auto"], SWITCH] = False
     """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
-    "normuon". `auto`: where `make gpu` measured a faster step on this type of GPU. Off by default, because none was
-    measured."""
+    "normuon". `auto`: where a measured step is faster on this type of GPU."""
 
     buffer_gib: Annotated[float | Literal["auto"], GIB, MAY_CHANGE] = "auto"
     """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each further GiB must save 3 % of the step
@@ -243,9 +240,8 @@ class Hyperparameters:
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
     adjust_lr_fn: Annotated[float | AdjustLrFn | None, ADJUST_LR_FN] = "match_rms_adamw"
-    """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
-    instead of 0.2, as DeepSeek-V4's 0.18: r sqrt(max(m, n)), so that r is the root mean square of an update. In Python,
-    None is "original", torch.optim.Muon's default."""
+    """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r,
+    as DeepSeek-V4's 0.18: r sqrt(max(m, n)). In Python, None is "original", torch.optim.Muon's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,11 +249,9 @@ class StepOptions:
     """Options of all parameters of a Muon. Only `algorithm` may differ by parameter group."""
 
     algorithm: Annotated[str | tuple[str, ...], ALGORITHM] = "muon"
-    """Function of a matrix: `muon`; `muoneq`, `muoneq_columns`, `muoneq_both` (arXiv:2603.28254) divide rows, columns
-    or both by their norms before; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or elements
-    of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix; `soap`
-    (arXiv:2409.11321) is Adam in eigenbases of gradients. A list composes algorithms: `["normuon", "muonh"]`. A
-    parameter group, or `options` of an `[[optimizer.rule]]`, may have another algorithm."""
+    """Function of a matrix: `muon`, `muoneq`, `muoneq_columns`, `muoneq_both`, `normuon`, `adamuon`, `muonh`, `soap`
+    (docs/algorithms.md), or a registered one. A list composes algorithms: `["normuon", "muonh"]`. A parameter group, or
+    `options` of an `[[optimizer.rule]]`, may have another algorithm."""
 
     beta2: Annotated[float, FRACTION] = 0.95
     """Decay of the average of squared updates, with `algorithm` = "normuon" or "adamuon"; with "soap", of the squares

@@ -164,7 +164,10 @@ class QKClip:
         self._rows = rows if rows is not None and rows.weights else None
 
     def observe(self, name: str, logits_max: Tensor, first_head: int = 0) -> None:
-        """Record the largest logits of a layer, shape (heads,). A rank with only some heads passes `first_head`."""
+        """Record the largest logits of a layer, shape (heads,). A rank with only some heads passes `first_head`.
+
+        A logit is the number before the softmax: q · k times the attention's scale, 1 / sqrt(head_dim) by default.
+        """
         view = self.logits(name, first_head, len(logits_max))
         view.copy_(torch.maximum(view, logits_max.detach()))
 

@@ -3,6 +3,7 @@ Hugging Face, on the meta device from a configuration. To add a model, add its r
 
 import importlib
 import importlib.util
+import re
 from collections import Counter
 from contextlib import nullcontext
 from math import prod
@@ -23,7 +24,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "zoo.md"
 ROWS = {
     line.split("|")[1].strip(): line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.count("%") == 1
 }
-LAYERS, SHAPES_SHOWN = 4, 5
+LAYERS, SHAPES_SHOWN = 4, 2
+USUAL = (EMBEDDING.partition(":")[0], HEAD, "vector")
+"""Reasons for AdamW in every model, which the page leaves out."""
 FUSED = "fused layers of main"
 """Modules with the fused layouts that test_roles.py reads."""
 without_transformers = pytest.mark.skipif(
@@ -63,7 +66,7 @@ def hugging_face_model(architecture: str) -> nn.Module:
 
 
 def row(name: str, model: nn.Module) -> str:
-    """A model's line of the page: Muon's share, its matrices, and the parameters of AdamW."""
+    """A model's line of the page: Muon's share, its matrices, and unusual parameters of AdamW."""
     assigned = assign_parameters(inspect_model([model]), [])
     splits = splits_with((), assigned)
     inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
@@ -74,8 +77,8 @@ def row(name: str, model: nn.Module) -> str:
     shown = [f"{count:,} of {rows}x{cols}" for (rows, cols), count in most[:SHAPES_SHOWN]]
     rest = sum(count for _, count in most[SHAPES_SHOWN:])
     shown += [f"{rest:,} others"] if rest else []
-    reasons = Counter(a.reason.partition(":")[0].partition(" (")[0] for a in assigned if a.optimizer != "muon")
-    others = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    reasons = Counter(re.split(r":| \(|, | of a ", a.reason)[0] for a in assigned if a.optimizer != "muon")
+    others = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason not in USUAL)
     return f"| {name} | {100 * share:.1f} % | {', '.join(shown)} | {others} |"
 
 

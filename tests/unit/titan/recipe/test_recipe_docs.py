@@ -35,7 +35,9 @@ def meanings(table: type) -> dict[str, str]:
 def option_table(name: str) -> str:
     """The options of a table as Markdown, in the order of the help."""
     table = TABLES[name]
-    kinds, ranges, meaning = get_type_hints(table), {name: c for name, c, _ in constraints(table)}, meanings(table)
+    kinds, meaning = get_type_hints(table), meanings(table)
+    # A constraint without words marks a key, and is beside the key's range.
+    ranges = {name: constraint for name, constraint, _ in constraints(table) if constraint.accepted}
     lines = ["| key | default | takes | meaning |", "|---|---|---|---|"]
     for item in fields(table):
         if f"{name}.{item.name}" in TABLES:
