@@ -22,6 +22,9 @@ from ..engine.tensors.process_groups import backends, ranks_of, without_groups
 EPS = 1e-6
 """Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
 
+OTHER_EXPERTS = "_other_ranks_have_other_experts"
+"""Attribute of a parameter beside whose mesh are meshes with other experts, under the same name."""
+
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -179,16 +182,15 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
-    classic, experimental = (hasattr(parameter, mark) for mark in MARKS)
-    if experimental and mesh.size() < stage_ranks:
+    if hasattr(parameter, MARKS[1]) and mesh.size() < stage_ranks:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is on {mesh.size()} of {stage_ranks} ranks, and "
             "experimental Megatron-FSDP does not tell whether the other ranks have replicas or other experts, so that "
             "gradients cannot be clipped; shard by fully_shard_model, or do not clip"
         )
-    # A smaller mesh is repeated over further ranks of the stage, except the mesh of an owned parameter, and of experts
-    # in Megatron-FSDP, where tensor parallelism is an axis of all further parameters.
-    return replicas if classic or without_groups(parameter) else replicas * stage_ranks // mesh.size()
+    # The other ranks of the stage have replicas on meshes like this one, other experts, or nothing of an owned matrix.
+    is_single = hasattr(parameter, OTHER_EXPERTS) or without_groups(parameter)
+    return replicas if is_single else replicas * stage_ranks // mesh.size()
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from ..engine.tensors.dtensor import MARKS, local, set_rows
 from ..engine.tensors.names import named_parameters
 from ..muon import Muon
 from ..options import OptionError
+from .clip import OTHER_EXPERTS
 
 
 def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:
@@ -50,6 +51,7 @@ def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:
         _follow_experimental(optimizer, named)
     else:
         _Classic(optimizer, model)
+        _mark_experts([parameter for _, parameter in named], model)
     _set_rows([parameter for _, parameter in named])
 
 
@@ -59,6 +61,15 @@ def _set_rows(parameters: Sequence[Any]) -> None:
 
     for parameter in parameters:
         set_rows(parameter, gather_and_compute_chunk_metadata(parameter).offsets[0])
+
+
+def _mark_experts(parameters: Sequence[Any], model: Any) -> None:
+    """Tell experts from replicas of tensor parallelism, which have equal meshes too."""
+    groups = model.param_and_grad_buffer.parameter_groups
+    experts = {id(param) for group in groups if group.is_expert_param for param in group.params}
+    for parameter in parameters:
+        if id(parameter.orig_param) in experts:
+            setattr(parameter, OTHER_EXPERTS, True)
 
 
 def _follow_experimental(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> None:

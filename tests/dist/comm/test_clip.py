@@ -14,7 +14,7 @@ from tests.shared import message
 from titan_muon import Muon
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
-from titan_muon.plugins.clip import GradientClip, clip_grad_norm_
+from titan_muon.plugins.clip import OTHER_EXPERTS, GradientClip, clip_grad_norm_
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
 ALL = list(range(len(SHAPES)))
@@ -93,18 +93,18 @@ def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process() -> None:
 
 
 def megatron_experts(rank: int, world_size: int) -> tuple[float, str]:
-    """The norm of a dense parameter and of other experts on each expert-parallel rank; a refusal."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    """The norm of a parameter that tensor parallelism replicates, and of other experts on equal meshes; a refusal."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "other"))
     whole = whole_gradients()
-    expert = laid_out(mesh["edp"], (Shard(0),), whole[5 + mesh.get_local_rank("ep")])
-    expert.megatron_fsdp_dist_index = object()  # type: ignore[attr-defined]
-    dense = laid_out(init_device_mesh("cpu", (4,)), (Shard(0),), whole[0])
+    expert = laid_out(mesh["fsdp"], (Shard(0),), whole[5 + mesh.get_local_rank("other")])
+    setattr(expert, OTHER_EXPERTS, True)
+    dense = laid_out(mesh["fsdp"], (Shard(0),), whole[0])
     norm = float(clip_grad_norm_([dense, expert], math.inf))
     expert._mfsdp_parameter_group = object()  # type: ignore[attr-defined]
     return norm, message(lambda: clip_grad_norm_([dense, expert], 1.0))
 
 
-def test_experts_of_megatron_fsdp_on_other_meshes_count_once_each() -> None:
+def test_experts_on_other_meshes_count_once_each_and_replicas_once() -> None:
     whole = whole_gradients()
     for norm, refusal in run_ranks(megatron_experts, 4):
         assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([whole[0], whole[5], whole[6]])), rel=1e-5)

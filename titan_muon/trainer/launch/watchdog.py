@@ -18,6 +18,7 @@ from titan_muon.trainer.recipe import RecipeError
 # Late ranks are known before 98 % of the time-out. At most a heartbeat per 2.5 s, because all ranks use a single store.
 INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
+SECONDS_TO_NOTICE = 0.5
 NAMING_SHARE = 0.8
 """Share of the time-out until late ranks are named, before a collective raises."""
 
@@ -62,6 +63,7 @@ class Watchdog:
         # Raised by every rank.
         of_all_ranks = isinstance(error, RecipeError | FloatingPointError | RunFault)
         if error is not None and not of_all_ranks:
+            self._name_ended_ranks()
             return
         self._closed.set()
         self._thread.join()
@@ -116,10 +118,33 @@ class Watchdog:
         if late and self._store.add(f"named-{late}", 1) == 1:
             print_error(f"no progress for {time.monotonic() - self._advanced:.0f} s: {late}")
 
+    def _name_ended_ranks(self) -> None:
+        """Name ranks of this machine whose processes are gone, because torchrun names none that ended with 0."""
+        first = self._rank - int(os.environ.get("LOCAL_RANK", self._rank))
+        local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)))
+        with suppress(RuntimeError):
+            # A process exists until torchrun notices its end.
+            time.sleep(SECONDS_TO_NOTICE)
+            found, host = sorted(self._heartbeats(local).items()), socket.gethostname()
+            ended = [(rank, beat.pid) for rank, beat in found if beat.host == host and not is_running(beat.pid)]
+            if ended and self._store.add(f"ended-{ended}", 1) == 1:
+                gone = ", ".join(f"rank {rank} (process {pid} on {host})" for rank, pid in ended)
+                print_error(f"{gone} ended before this rank failed")
+
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         keys = {rank: f"rank-{rank}" for rank in ranks}
         sent = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
         return {rank: Heartbeat(*json.loads(heartbeat)) for rank, heartbeat in sent.items()}
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine exists."""
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def late_ranks(heartbeats: Mapping[int, Heartbeat], silent: Collection[int], world_size: int) -> str:

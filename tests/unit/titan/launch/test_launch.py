@@ -1,6 +1,7 @@
 """Start, mutual watch and exclusion of a job's processes: stores in memory, ranks as threads."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -126,6 +127,19 @@ def test_a_silent_rank_is_named_once(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     shown = capfd.readouterr().err
     assert shown.count("rank 2 (process 102 on h) gives no sign of life") == 1
     assert "rank 0 (" not in shown
+
+
+def test_a_rank_that_ended_is_named_by_a_rank_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchrun names no process that ended with 0."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store = dist.HashStore()
+    first, second = (Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2))
+    second._send(Heartbeat(socket.gethostname(), ended.pid, 4, 1))
+    with pytest.raises(RuntimeError), first:
+        raise RuntimeError("Connection closed by peer")
+    stop(first)
+    assert f"error: rank 1 (process {ended.pid} on {socket.gethostname()}) ended" in capfd.readouterr().err
 
 
 def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest.CaptureFixture[str]) -> None:
