@@ -130,7 +130,8 @@ def graph(tensor: Tensor, nodes: int) -> Callable[[], object]:
     """Replay of a CUDA graph of `nodes` small kernels."""
     captured = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(captured):
+    # NCCL's watchdog asks for events in a thread of its own.
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
         for _ in range(nodes):
             tensor.add_(1)
     return captured.replay

@@ -317,7 +317,8 @@ def attributed(events: Sequence[Any], *, on_gpu: bool) -> Trace:
     """Kernels of a profile by the stage in which the host launched them.
 
     A kernel and the call that launched it have equal correlation ids, also where Triton launches. The profiler's own
-    ranges of the device miss such kernels. Raises AssertionError if stages and kernels differ by more than 1 %.
+    ranges of the device miss such kernels. Raises AssertionError without kernels, or if stages
+    and kernels differ by more than 1 %.
     """
     host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     ranges = [
@@ -344,6 +345,7 @@ def attributed(events: Sequence[Any], *, on_gpu: bool) -> Trace:
             stage = max(inside)[1] if inside else "outside"
             stages[stage] = stages.get(stage, 0.0) + kernel.spent
     trace = Trace(kernels, stages)
+    assert kernels, "the profiler has recorded no kernel"
     lost = abs(sum(stages.values()) - trace.total)
     assert lost <= LOST * trace.total, f"stages have {sum(stages.values()):.3f} ms, and kernels {trace.total:.3f} ms"
     return trace
