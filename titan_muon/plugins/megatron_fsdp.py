@@ -66,9 +66,9 @@ def _set_rows(parameters: Sequence[Any]) -> None:
 def _mark_experts(parameters: Sequence[Any], model: Any) -> None:
     """Tell experts from replicas of tensor parallelism, which have equal meshes too."""
     groups = model.param_and_grad_buffer.parameter_groups
-    experts = {id(param) for group in groups if group.is_expert_param for param in group.params}
+    experts = {param for group in groups if group.is_expert_param for param in group.params}
     for parameter in parameters:
-        if id(parameter.orig_param) in experts:
+        if parameter.orig_param in experts:
             setattr(parameter, OTHER_EXPERTS, True)
 
 

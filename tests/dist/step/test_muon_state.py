@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
 from tests.shared import equal, local, message
-from titan_muon import Expert, Muon
+from tests.unit.test_hybrid import Decoder
+from titan_muon import Expert, Hybrid, Muon
 
 
 def trained(optimizer: Muon, params: dict[str, nn.Parameter], mesh: DeviceMesh, seed: int) -> list[Tensor]:
@@ -102,7 +103,20 @@ def frozen_state_of_one_rank(rank: int, world_size: int) -> str:
     return message(lambda: muon.load_state_dict(state))
 
 
-FAULTS = (frozen_rank, replaced_momentum, skipped_by_one_scaler, frozen_state_of_one_rank)
+def resharded_on_one_rank(rank: int, world_size: int) -> str:
+    """The error of a rebuild after rank 1 replaced a parameter of AdamW by one with another placement."""
+    model = Decoder()
+    hybrid = Hybrid(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    hybrid.step()
+    group = next(group for group in hybrid.param_groups if "betas" in group)
+    if rank == 1:
+        group["params"][0] = nn.Parameter(placed(group["params"][0].detach(), init_device_mesh("cpu", (1,))))
+    return message(hybrid.rebuild)
+
+
+FAULTS = (frozen_rank, replaced_momentum, skipped_by_one_scaler, frozen_state_of_one_rank, resharded_on_one_rank)
 Results = tuple[tuple[bool, bool, bool], list[tuple[torch.dtype, float, bool]], list[str]]
 
 
@@ -112,7 +126,7 @@ def all_on_ranks(rank: int, world_size: int) -> Results:
 
 
 def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
-    for replanned, momenta, (frozen, replaced, skipped, half_loaded) in run_ranks(all_on_ranks, 2, timeout=SECONDS):
+    for replanned, momenta, (frozen, replaced, skipped, half, resharded) in run_ranks(all_on_ranks, 2, timeout=SECONDS):
         assert replanned == (True, True, True), "loading other hyperparameters plans again and keeps the momentum"
         (wide, error, wide_saved), (narrow, _, narrow_saved) = momenta
         assert (wide, narrow) == (torch.float32, torch.bfloat16)
@@ -120,6 +134,7 @@ def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
         assert wide_saved
         assert narrow_saved
         assert "no parameter to train on ranks [1]" in frozen
-        assert "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one" in half_loaded
+        assert "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one" in half
+        assert "resharded since its first step" in resharded
         assert replaced.startswith("layers.0.weight: the momentum was replaced")
         assert "GradScalers of only some ranks have found" in skipped

@@ -67,6 +67,7 @@ class Agreement:
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         self._new_groups: list[dist.ProcessGroup] = []
         self.peers: dist.ProcessGroup | None = None
+        self._build = 0
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
         """Compare reports, then make all process groups except `known`, and use each once.
@@ -77,6 +78,7 @@ class Agreement:
         check_reports(reports)
         if self._size == 1:
             return
+        self._build = self._reduced(time.time_ns(), dist.ReduceOp.MAX)
         # A mesh's group never replaces a group that all ranks make, because meshes differ.
         self._known = dict(known)
         anywhere = {ranks for peer in set(reports.values()) for ranks in peer.groups}
@@ -119,8 +121,8 @@ class Agreement:
         if self.peers is None or not dist.is_initialized():
             return
         # Through the store, because collectives have failed.
-        # By the group of this build, because an earlier Muon's error has left its steps there.
-        store, prefix = default_store(), f"titan_muon/step_of_rank/{self.peers.group_name}"
+        # By the time of this build, because an earlier Muon's error has left its steps there.
+        store, prefix = default_store(), f"titan_muon/step_of_rank/{self._build}"
         ranks, known = dist.get_process_group_ranks(self.peers), {self.rank: steps}
         try:
             store.set(f"{prefix}/{self.rank}", str(steps))
