@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
-from titan_muon.trainer.recipe.schema import may_change, values
+from titan_muon.trainer.recipe.schema import keys, may_change, values
 from titan_muon.trainer.recipe.toml import read_file, value_text
 from titan_muon.trainer.recipe.torchtitan_sections import DEGREES
 
@@ -223,7 +223,7 @@ def run_name(recipe: Recipe, typed: Sequence[str]) -> str:
     own = values(recipe)
     is_optimizer = {key: key.partition(".")[0] in OPTIMIZERS for key in typed if key not in NAMELESS}
     shown = sorted(is_optimizer, key=lambda key: (_place(key), may_change(Recipe, key, own, own)))
-    pairs = {key: re.sub(r"[^A-Za-z0-9_.=+-]+", "-", f"{_short(key)}={_plain(own[key])}") for key in shown}
+    pairs = {key: re.sub(r"[^A-Za-z0-9_.=+-]+", "-", f"{short_key(key)}={_plain(own[key])}") for key in shown}
     lost: list[str] = []
     # Whole pairs, and never one of an optimizer. A number tells names apart that lost pairs.
     while len(",".join(pairs.values())) > LONGEST and not is_optimizer[[*pairs][-1]]:
@@ -237,9 +237,12 @@ def _place(key: str) -> int:
     return OPTIMIZERS.index(table) if table in OPTIMIZERS else len(OPTIMIZERS)
 
 
-def _short(key: str) -> str:
-    table, _, leaf = key.rpartition(".")
-    return SHORT.get(key, key if table.partition(".")[0] in OPTIMIZERS[:2] else leaf)
+def short_key(key: str) -> str:
+    """Name of a key in a run's name: the shortest end that no other key has, and all of muon's and adamw's keys."""
+    if key in SHORT or key.partition(".")[0] in OPTIMIZERS[:2]:
+        return SHORT.get(key, key)
+    leaf = key.rpartition(".")[2]
+    return leaf if sum(other.endswith(f".{leaf}") for other in keys(Recipe)) == 1 else key
 
 
 def _plain(value: object) -> str:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from tests import tiny
 from titan_muon import Expert
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
+from titan_muon.trainer.recipe.schema import keys
 from titan_muon.trainer.torchtitan import compat
 
 compat.install()
@@ -29,7 +30,7 @@ from titan_muon.trainer.launch.folder_lock import FolderLock  # noqa: E402
 from titan_muon.trainer.run.checkpoints import RunCheckpoints, flaw  # noqa: E402
 from titan_muon.trainer.run.runs import Run, agree, begin, changed_keys, discard, open_run  # noqa: E402
 from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.trainer.run_folder import RunFolder, run_name, runs_in, saved_steps  # noqa: E402
+from titan_muon.trainer.run_folder import RunFolder, run_name, runs_in, saved_steps, short_key  # noqa: E402
 from titan_muon.trainer.storage.checksums import SummingWriter  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -403,6 +404,9 @@ def test_a_runs_name_is_what_was_typed_with_optimizer_keys_first(tmp_path: Path)
     typed = ("dump_folder", "data.files", "placement.muon", "training.global_batch_size", "muon.lr", "checkpoint.load")
     assert run_name(recipe, typed) == "muon.lr=0.001,batch=-1,placement=owned"
     assert run_name(recipe, ("muon.lr", "adamw.lr")) == "muon.lr=0.001,adamw.lr=0.001"
+    steps = ("training.steps", "validator.steps", "training.seq_len")
+    assert run_name(recipe, steps) == "seq_len=64,training.steps=6,validator.steps=2"
+    assert len({short_key(key) for key in keys(Recipe)}) == len(keys(Recipe)), "every key has a name of its own"
     many = ("checkpoint.folder", "validator.freq", "training.seq_len", "training.max_norm", "data.vocab_size")
     many += ("data.validation_fraction", "training.dtype", "lr_scheduler.decay_type", "adamw.weight_decay")
     long, longer = run_name(recipe, many), run_name(recipe, (*many, "debug.deterministic"))
