@@ -45,8 +45,8 @@ def train(command: Command) -> int:
         try:
             report(command)
         except RecipeError as error:
-            raise with_source(error, command.config, command.recipe) from error
+            raise with_source(error, command.sources) from error
         return 0
     from titan_muon.trainer.run import job
 
-    return job.run(command.recipe, command.config, typed=command.typed, quiet=command.quiet)
+    return job.run(command.recipe, command.sources, typed=command.typed, quiet=command.quiet)

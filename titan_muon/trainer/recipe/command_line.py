@@ -14,7 +14,7 @@ import tyro
 
 from titan_muon.command import shipped
 from titan_muon.ranges import COUNT
-from titan_muon.trainer.recipe.files import load
+from titan_muon.trainer.recipe.files import load, sources_of
 from titan_muon.trainer.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
 from titan_muon.trainer.recipe.schema import keys, unknown, values
 from titan_muon.trainer.recipe.sections import Recipe
@@ -114,6 +114,8 @@ class Command(Options):
     alternatives: Annotated[tuple[Alternative, ...], tyro.conf.Suppress] = ()
     typed: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """Keys of the command line."""
+    sources: Annotated[Mapping[str, str], tyro.conf.Suppress] = field(default_factory=dict)
+    """The file or command line with each given key."""
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -142,8 +144,8 @@ def parse(argv: Sequence[str]) -> Command:
     if not read_file(Path(options.config)):
         raise RecipeError("the recipe has no key; write at least name and flavor under [model].", source=options.config)
     choices = alternatives(options.config, options.compare, overrides)
-    typed = tuple(read_flags(overrides))
-    return Command(recipe=recipe, alternatives=choices, typed=typed, **vars(options))
+    typed, sources = tuple(read_flags(overrides)), sources_of(options.config, overrides)
+    return Command(recipe=recipe, alternatives=choices, typed=typed, sources=sources, **vars(options))
 
 
 def _print_help(asked: Sequence[str], recipe: Recipe, *, given: bool) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -15,7 +15,7 @@ from titan_muon.trainer.recipe.constraints import check
 from titan_muon.trainer.recipe.flags import read_flags
 from titan_muon.trainer.recipe.schema import build, convert, convert_items, keys, values, without_removed
 from titan_muon.trainer.recipe.sections import AdamW, Muon, Recipe, Rule
-from titan_muon.trainer.recipe.toml import Entry, RecipeError, document_text, read_file, read_layers, with_data_source
+from titan_muon.trainer.recipe.toml import Entry, RecipeError, document_text, read_layers, with_data_source
 
 TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
 
@@ -32,21 +32,36 @@ def load(
     `notice` gets a line for each adjusted value. `saved`: a run wrote the file, perhaps of 0.2.0. Raises
     RecipeError for an invalid recipe.
     """
-    file = Path(path)
-    written, flags = read_layers(file), with_data_source(read_flags(overrides))
-    layers = [*map(without_removed, written), flags] if saved else [*written, flags]
+    file, layers = Path(path), _layers(path, overrides)
+    if saved:
+        layers = [*map(without_removed, layers)]
     entries = {"name": Entry(file.stem, str(file))} | _merged(layers)
-    sources = {key: entry.source for key, entry in entries.items()}
     recipe = _build(entries, str(file))
     recipe = _with_shorter_warmup(recipe, layers, notice)
     # Not before: a base may be valid only together with a file.
-    check(recipe, sources, str(file))
+    check(recipe, {key: entry.source for key, entry in entries.items()}, str(file))
     return recipe
 
 
-def _build(entries: Mapping[str, Entry], file: str, *, ranges: bool = True) -> Recipe:
+def sources_of(path: str | Path, overrides: Sequence[str]) -> dict[str, str]:
+    """The file or command line that decides each given key."""
+    return {key: entry.source for key, entry in _merged(_layers(path, overrides)).items()}
+
+
+def with_source(error: RecipeError, sources: Mapping[str, str]) -> RecipeError:
+    """An error about a key, after the file or command line with the key; unchanged for a default."""
+    # An item of a list has the source of the list.
+    source = sources.get(error.key.partition("[")[0])
+    return error if source is None or error.source else RecipeError(error.problem, key=error.key, source=source)
+
+
+def _layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Entry]]:
+    return [*read_layers(Path(path)), with_data_source(read_flags(overrides))]
+
+
+def _build(entries: Mapping[str, Entry], file: str) -> Recipe:
     """The recipe of `entries`. Options of its rules have the types of the optimizer's table."""
-    recipe = build(Recipe, entries, ranges=ranges)
+    recipe = build(Recipe, entries)
     source = entries["optimizer.rule"].source if "optimizer.rule" in entries else file
     rules = [_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule)]
     return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
@@ -77,8 +92,9 @@ def _with_shorter_warmup(
         return recipe
     if warmup == 0 or warmup + decay <= steps:
         return recipe
-    before = _alone(_merged(layers[:last]))[0].training.steps
-    if before < 1:
+    before = _merged(layers[:last]).get("training.steps", Entry(type(recipe.training).steps, "")).value
+    # Nothing has checked a value that a later layer replaces.
+    if type(before) is not int or before < 1:
         return recipe
     shorter = min(max(1, warmup * steps // before), steps - decay)
     because = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
@@ -126,34 +142,6 @@ def to_toml(recipe: Recipe) -> str:
 def written_values(recipe: Recipe) -> dict[str, object]:
     """Values of a resolved recipe file by dotted key, without absent keys."""
     return {key: _plain(value) for key, value in values(recipe).items() if value is not None}
-
-
-def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
-    """Keys with other values in `recipe` than in the file."""
-    file, wrong = _alone(read_file(Path(path)))
-    written = values(file)
-    return tuple(k for k, value in values(recipe).items() if (value != written[k] or k in wrong) and k != "name")
-
-
-def _alone(entries: Mapping[str, Entry]) -> tuple[Recipe, Collection[str]]:
-    """The recipe of a file without the command line, and keys with values that only the command line makes right."""
-    kinds, wrong = keys(Recipe), set[str]()
-    for key, entry in entries.items():
-        try:
-            if key in kinds:
-                convert(kinds[key], entry.value, key, entry.source)
-        except RecipeError:
-            wrong.add(key)
-    return _build({key: entry for key, entry in entries.items() if key not in wrong}, "file", ranges=False), wrong
-
-
-def with_source(error: RecipeError, path: str | Path, recipe: Recipe) -> RecipeError:
-    """An error about a key, after the file or command line with the key; unchanged for a default."""
-    sources = {key: entry.source for key, entry in read_file(Path(path)).items()}
-    sources |= dict.fromkeys(keys_of_the_command_line(path, recipe), "command line")
-    # An item of a list has the source of the list.
-    source = sources.get(error.key.partition("[")[0])
-    return error if source is None or error.source else RecipeError(error.problem, key=error.key, source=source)
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from titan_muon import removed
-from titan_muon.options import EXPERT, OTHER_NAMES
+from titan_muon.options import OTHER_NAMES
 from titan_muon.ranges import MAY_CHANGE, MayChange
 from titan_muon.trainer.recipe.toml import Entry, RecipeError, Words, nearest, parse_value, value_text
 
@@ -32,24 +32,11 @@ MEANT: Mapping[str, str] = MappingProxyType(
         "tp": "parallelism.tensor_parallel_degree",
         "ep": "parallelism.expert_parallel_degree",
         "resume": "checkpoint.load",
+        "interval": "checkpoint.freq",
+        "muon.rule": "muon.algorithm",
     }
 )
 """Keys by names that users try: a whole key, or its last part. Letters would suggest other keys."""
-MOVED: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"muon.{name}": f"muon.expert.{name}" for name in EXPERT},
-        **{
-            f"muon.{name}": f"muon.expert.{today}"
-            for name, today in OTHER_NAMES.items()
-            if today in EXPERT and name != "buffer_bytes"
-        },
-        "muon.rule": "muon.algorithm",
-        "checkpoint.interval": "checkpoint.freq",
-        "monitor.every": "monitor.freq",
-        "debug.check_replicas": "debug.check_replicas_freq",
-    }
-)
-"""Keys by their names before 0.2.0, for the line of a refusal."""
 # In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
@@ -91,12 +78,12 @@ def _flat(items: Mapping[str, Any], inner: Callable[[Any], dict[str, Any]]) -> d
     return flat
 
 
-def build(schema: type[T], entries: Mapping[str, Entry], *, ranges: bool = True) -> T:
-    """Instance of `schema` from entries by dotted key. `ranges`: whether values must be in range.
+def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
+    """Instance of `schema` from entries by dotted key.
 
     Raises RecipeError for an unknown key, a wrong type, and a value out of range.
     """
-    kinds, given = keys(schema, ranges=ranges), dict[str, Any]()
+    kinds, given = keys(schema, ranges=True), dict[str, Any]()
     for key, entry in entries.items():
         if key in kinds:
             given[key] = convert(kinds[key], entry.value, key, entry.source)
@@ -267,19 +254,12 @@ def _word(value: object) -> object:
 
 
 def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:
-    """Error for an unknown key, with a suggestion, or with the new line of a moved key."""
+    """Error for an unknown key, with a suggestion."""
     table, _, _ = key.rpartition(".")
     if gone := removed.OPTIONS.get(key):
         return RecipeError(f"{gone.problem}.", key=key, source=source)
     if key in removed.FLAGS and source == "command line":
         return RecipeError(f"--{key.replace('_', '-')} {removed.FLAGS[key]}.", source=source)
-    if MOVED.get(key) in known:
-        new, _, leaf = MOVED[key].rpartition(".")
-        setting = key if value == () else f"{key} = {_shown(value)}"
-        # Another name may have other values.
-        same = value != () and key.rpartition(".")[2] == leaf
-        line = f"[{new}] {leaf} = {_shown(value) if same else '...'}"
-        return RecipeError(f"{setting} has moved; write {line} (flag --{MOVED[key]}).", source=source)
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
     suggestion = _nearest_key(key, known, leaves, tables)

@@ -6,6 +6,7 @@ import os
 import resource
 import shlex
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -55,11 +56,12 @@ SECONDS_TO_EXIT = 3
 """With two for the launcher, a job ends within five seconds after a time-out."""
 
 
-def run(recipe: Recipe, config: str, *, typed: tuple[str, ...] = (), quiet: bool = False) -> int:
-    """Train a recipe of the file `config` in this process, alone or under torchrun. Returns the exit code.
+def run(recipe: Recipe, sources: Mapping[str, str], *, typed: tuple[str, ...] = (), quiet: bool = False) -> int:
+    """Train a recipe in this process, alone or under torchrun. Returns the exit code.
 
     0: training ended or was stopped; 1: training diverged, or a RunFault; 2: user error. Other errors raise.
-    `typed`: keys of the command line. `quiet`: as in `console.is_quiet`.
+    `sources`: the file or command line with each given key. `typed`: keys of the command line. `quiet`: as in
+    `console.is_quiet`.
     """
     describe_world()
     set_up_logging(quiet=quiet)
@@ -70,7 +72,7 @@ def run(recipe: Recipe, config: str, *, typed: tuple[str, ...] = (), quiet: bool
         train(recipe, typed, lasting)
     except RecipeError as error:
         code = 2
-        print_error_once(with_source(error, config, recipe))
+        print_error_once(with_source(error, sources))
     except (FloatingPointError, RunFault) as error:
         code = 1
         print_error_once(error)

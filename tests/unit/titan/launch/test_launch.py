@@ -227,7 +227,7 @@ def fail(*_):
 
 job._init_distributed, job.train = lambda recipe: None, fail
 job.SECONDS_TO_EXIT = 1
-job.run(Recipe(), "x.toml")
+job.run(Recipe(), {})
 """,
     )
     assert code == 1
