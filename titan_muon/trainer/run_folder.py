@@ -43,7 +43,6 @@ SHORT: Mapping[str, str] = MappingProxyType(
     }
 )
 CHUNK = 2**20
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def _say(line: str) -> None:
@@ -68,7 +67,9 @@ class RunFolder:
         if (path / RECIPE).is_file():
             return cls(path)
         if not path.is_dir():
-            raise RecipeError(f"{path}: no such folder{_remedy(path)}")
+            others = ", ".join(sorted(folder.name for folder in path.parent.glob("*") if folder.is_dir()))
+            remedy = f"{path.parent} has {others}" if others else "train first: titan-muon train --config RECIPE"
+            raise RecipeError(f"{path}: no such folder; {remedy}")
         newest = next((run for run in runs_in(path) if run.has_records), None)
         if newest is None:
             raise RecipeError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
@@ -258,15 +259,6 @@ def runs_in(folder: Path) -> list[RunFolder]:
     paths = (path for path in folder.glob("*") if path.is_dir())
     # By time only, not by the keys behind the time.
     return [RunFolder(path) for path in sorted(paths, key=lambda path: path.name.partition("_")[0], reverse=True)]
-
-
-def _remedy(path: Path) -> str:
-    recipe = CONFIGS / f"{path.name}.toml"
-    if recipe.is_file():
-        train = os.path.relpath(CONFIGS.parent / "train.py")
-        return f"; train the recipe first: python {train} --config {os.path.relpath(recipe)}"
-    folders = sorted(folder.name for folder in path.parent.glob("*") if folder.is_dir())
-    return f"; {path.parent} has {', '.join(folders)}" if folders else "; train a recipe first"
 
 
 def saved_steps(folder: Path) -> list[int]:

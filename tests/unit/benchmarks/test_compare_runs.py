@@ -103,8 +103,8 @@ def test_runs_of_other_batch_sizes_are_compared_by_tokens_and_by_seconds(
 def test_runs_with_different_seeds_are_a_mean_curve_with_a_band(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [write_run(tmp_path / f"x/{seed}", 2.0 + seed, seed=seed) for seed in (0, 1, 2)]
-    paths.append(write_run(tmp_path / "x/high", 5.0, lr=0.1))
+    paths = [write_run(tmp_path / f"x/t{s}_muon.lr=0.01,debug.seed={s}", 2.0 + s, seed=s) for s in (0, 1, 2)]
+    paths.append(write_run(tmp_path / "x/t_muon.lr=0.1,debug.seed=0", 5.0, lr=0.1))
     mean, single = records.read_runs(paths, "loss")
     assert (mean.label, mean.seeds, single.label) == ("muon.lr=0.01 (3 seeds)", 3, "muon.lr=0.1")
     assert (mean.of("loss")[100], mean.spread["loss"][100]) == (3.0, 1.0)

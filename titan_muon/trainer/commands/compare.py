@@ -14,7 +14,6 @@ import tyro
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from titan_muon.trainer.commands.records import (
@@ -35,8 +34,8 @@ ABSENT = "-"
 
 # Okabe and Ito's colors, distinct for all color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-FEW, LONGEST = 30, 100
-"""A curve with fewer steps has a dot for each step; characters of the longest label."""
+FEW = 30
+"""A curve with fewer steps has a dot for each step."""
 # Folder names may have "$", which begins a formula in matplotlib.
 STYLE: dict[Any, Any] = {"font.size": 12, "svg.hashsalt": "compare_runs", "text.parse_math": False}
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
@@ -227,7 +226,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
             axes.plot([*raw], [*raw.values()], color=color, linewidth=0.8, alpha=0.4)
         # With few logged steps, the line alone does not show the steps.
         dots = "." if len(curve) < FEW else ""
-        axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2, marker=dots)
+        axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2, marker=dots, label=run.label)
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
     axes.set_xlabel(axis)
@@ -237,18 +236,6 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
     axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
     axes.set_title(f"{title}; markers: validation" if validated else title)
     axes.grid(alpha=0.3)
-
-
-def legend_of(runs: Sequence[RunRecord], metric: str) -> list[Line2D]:
-    """A line for each run in the style of the curve, with the run's label; long labels are cut in the middle."""
-    validated = metric == "loss" and any(run.of("val_loss") for run in runs)
-    handles = []
-    for i, run in enumerate(runs):
-        marker = MARKERS[i % len(MARKERS)] if validated and run.of("val_loss") else ""
-        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "linestyle": LINES[i % len(LINES)], "linewidth": 2}
-        label = run.label if len(run.label) <= LONGEST else f"{run.label[: LONGEST // 2]}…{run.label[-LONGEST // 2 :]}"
-        handles.append(Line2D([], [], marker=marker, markersize=8, markeredgecolor="white", label=label, **style))
-    return handles
 
 
 def write_picture(
@@ -262,13 +249,12 @@ def write_picture(
 
 def picture(runs: Sequence[RunRecord], metric: str, window: float, title: str | None, axis: str) -> Figure:
     """The curves, and the runs' labels below; 1200 pixels wide."""
-    handles = legend_of(runs, metric)
     # As many columns as fit into the width.
-    columns = max(1, min(len(runs), 120 // (8 + max(len(str(handle.get_label())) for handle in handles))))
+    columns = max(1, min(len(runs), 120 // (8 + max(len(run.label) for run in runs))))
     height = 5 + 0.25 * -(-len(runs) // columns)
     figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
     plot_curves(figure.subplots(), runs, metric, window, axis)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, handlelength=3)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, handlelength=3)
     if title is not None:
         figure.suptitle(title, fontweight="bold")
     return figure
@@ -301,9 +287,3 @@ def compare(
     picture = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
     write_picture(records, metric, window, title, picture, x)
     print(f"\nPicture: {picture}")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Command line. Returns the exit code."""
-    tyro.cli(compare, args=arguments, prog="titan-muon compare")
-    return 0

@@ -6,7 +6,6 @@ titan-muon evaluate runs/qwen_moe_muon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,13 +55,16 @@ def held_out_loss(saved: SavedModel, sequences: int) -> HeldOutLoss:
     return HeldOutLoss(total / count, count, loader.available)
 
 
-def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences: int = 256) -> None:
+def evaluate(
+    run: tyro.conf.Positional[Path], step: int | None = None, sequences: int = 256, files: tuple[str, ...] = ()
+) -> None:
     """Print the loss of a run's model on the held-out text.
 
     Args:
         run: Run folder, or folder of a recipe's runs, for the newest run.
         step: Step of the checkpoint; the newest by default.
         sequences: Sequences to read from the begin of the held-out text; -1 reads all, which can take minutes.
+        files: Folders and glob patterns of the run's text, if it is not where data.files says.
     """
     if sequences == 0 or sequences < -1:
         raise RecipeError(f"--sequences {sequences}: must be -1, or 1 or more")
@@ -71,13 +73,17 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
     from titan_muon.trainer.commands.saved_model import open_saved
     from titan_muon.trainer.data.loader import bytes_per_token
 
-    saved = open_saved(folder, step)
+    saved = open_saved(folder, step, files=files)
     if saved.held_out is None:
         raise RecipeError(
             f"{folder}: its recipe holds no text out; it needs validator.enable = true, data.validation_fraction above "
             '0 and a data.source other than "hf"'
         )
-    loss, count, available = held_out_loss(saved, sequences)
+    try:
+        loss, count, available = held_out_loss(saved, sequences)
+    except RecipeError as error:
+        where = "; name the run's text by --files" if error.key == "data.files" else ""
+        raise RecipeError(f"{error}{where}") from error
     per_token = bytes_per_token(
         replace(saved.held_out, sequences=sequences),
         saved.tokenizer,
@@ -88,9 +94,3 @@ def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences
         f" of {sequences:,} of {available:,} sequences; --sequences -1 reads all" if 0 < sequences < available else ""
     )
     print(f"step {saved.step}: held-out loss {loss:.4f} nats per token{bits}, {count:,} tokens{part}")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Command line. Returns the exit code."""
-    tyro.cli(evaluate, args=arguments, prog="titan-muon evaluate")
-    return 0

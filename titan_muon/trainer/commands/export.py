@@ -5,7 +5,6 @@ titan-muon export runs/llama_muon exported
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,9 +40,3 @@ def export(
     saved = open_saved(folder, step, dtype=dtype)
     save(saved, out, drop_expert_bias=drop_expert_bias)
     print(f"step {saved.step} of {folder} is in {out}")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Command line. Returns the exit code."""
-    tyro.cli(export, args=arguments, prog="titan-muon export")
-    return 0

@@ -2,12 +2,11 @@
 
 import json
 import math
-import os
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -17,7 +16,6 @@ from titan_muon.trainer.run_folder import LATEST, METRICS, PLACE, RunFolder
 SEEDS = frozenset({"debug.seed", "data.seed"})
 """Keys with different values in the runs of a setting."""
 PICTURE = "compare.png"
-MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
 LOSS_FIELDS = tuple(name for loss in LOSSES for name in (loss, f"seconds.{loss}"))
 
@@ -127,49 +125,21 @@ def tokens_per_step(tokens: Series) -> float | None:
     return median(growth) if growth else None
 
 
-def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
-    """The recipes' names (`runs/<recipe>/<time>`). Equal names get `key=value` of the first differing keys, or without
-    differing keys the differing end of the path.
-    """
+def unique_labels(folders: Sequence[Path]) -> list[str]:
+    """The shortest of recipe, typed keys, folder and path that tells the runs apart (`runs/<recipe>/<time>_<keys>`)."""
     paths = [folder.resolve() for folder in folders]
-    names = [path.parent.name for path in paths]
-    if len(set(names)) == len(names):
-        return names
-    values = [{key: value for key, value in recipe.items() if key not in PLACE} for recipe in recipes]
-    groups = [
-        [value for value, other in zip(values, names, strict=True) if other == name] for name in dict.fromkeys(names)
-    ]
-    differing = [
-        key
-        for key in dict.fromkeys(chain(*values))
-        if any(len({value.get(key) for value in group}) > 1 for group in groups)
-    ]
-    shown = names if len(groups) > 1 else [""] * len(names)
-    for count in range(1, MOST_KEYS + 1):
-        labels = [
-            f"{name} {_differences(value, differing[:count])}".strip()
-            for name, value in zip(shown, values, strict=True)
-        ]
-        if len(set(labels)) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
+    recipes = [path.parent.name for path in paths]
+    keys = [_without_seeds(path.name.partition("_")[2]) for path in paths]
+    if len(set(recipes)) > 1:
+        keys = [f"{recipe} {typed}".strip() for recipe, typed in zip(recipes, keys, strict=True)]
+    for labels in (recipes, keys, [path.name for path in paths]):
+        if all(labels) and len(set(labels)) == len(labels):
             return labels
-    depth = 1
-    while len(set(labels)) < len(labels):
-        depth += 1
-        labels = ["/".join(path.parts[-depth:]) for path in paths]
-    # Remove the recipe's name if all runs have the same recipe.
-    same = len(os.path.commonpath(labels))
-    return [label[same:].removeprefix("/") for label in labels]
+    return [str(path) for path in paths]
 
 
-def _differences(values: dict[str, str], keys: Sequence[str]) -> str:
-    """`lr=0.01 placement=owned`, for a legend."""
-    return " ".join(f"{_leaf(key)}={values.get(key, 'absent')}" for key in keys).replace('"', "")
-
-
-def _leaf(key: str) -> str:
-    # `muon` alone does not name a placement, nor `lr` an optimizer.
-    table, _, leaf = key.rpartition(".")
-    return table if leaf == "muon" else key if leaf in ("lr", "weight_decay") else leaf
+def _without_seeds(name: str) -> str:
+    return ",".join(pair for pair in name.split(",") if pair.partition("=")[0] not in SEEDS)
 
 
 def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
@@ -198,7 +168,7 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
             setting += " again"
         settings.setdefault(setting, []).append(run)
     runs = [over_seeds(group).along(axis) for group in settings.values()]
-    labels = unique_labels([run.folder for run in runs], [run.recipe for run in runs])
+    labels = unique_labels([run.folder for run in runs])
     runs = [replace(run, label=labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
     if not common_steps(runs, metric):
         raise RecipeError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")

@@ -6,7 +6,6 @@ titan-muon sample runs/qwen_moe_muon --prompt "The owner" --tokens 200
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,9 +75,3 @@ def sample(
     from titan_muon.trainer.commands.saved_model import open_saved
 
     print(generate(open_saved(folder, step), prompt, tokens, temperature, top_k, seed))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Command line. Returns the exit code."""
-    tyro.cli(sample, args=arguments, prog="titan-muon sample")
-    return 0

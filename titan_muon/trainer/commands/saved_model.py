@@ -53,10 +53,12 @@ class SavedModel:
         return logits.float()
 
 
-def open_saved(run: Path, step: int | None = None, *, dtype: str | None = None) -> SavedModel:
+def open_saved(
+    run: Path, step: int | None = None, *, dtype: str | None = None, files: tuple[str, ...] = ()
+) -> SavedModel:
     """The model of a run folder, of the newest complete checkpoint or of `step`.
 
-    `dtype`: of the parameters; None: of the passes in training.
+    `dtype`: of the parameters; None: of the passes in training. `files`: in place of the recipe's `data.files`.
 
     Imports the recipe's modules. Raises RecipeError for a missing module or checkpoint, and a step that was not saved.
     """
@@ -66,6 +68,8 @@ def open_saved(run: Path, step: int | None = None, *, dtype: str | None = None) 
     step, checkpoint = folder.checkpoint(step)
     if recipe.data.tokenizer == "bpe" and folder.tokenizer is None:
         warnings.warn(f"{run} has no {TOKENIZER}: it is trained again from data.files of today", stacklevel=2)
+    if files:
+        recipe = replace(recipe, data=replace(recipe.data, source="files", files=files))
     single = replace(recipe, parallelism=replace(recipe.parallelism, **ONE_RANK))
     # A process alone holds every parameter whole.
     single = replace(single, placement=type(recipe.placement)())

@@ -106,7 +106,7 @@ def sweep(runs: Sequence[Run]) -> int:
     for line in failed:
         print(line, file=sys.stderr)
     if len(folders) > 1:
-        compare.main([str(folder) for folder in folders])
+        compare.compare(tuple(folders))
     return 1 if failed else 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from titan_muon.engine.tensors.names import listed
 from titan_muon.options import plural
 from titan_muon.trainer.data.cache import cached, digest
-from titan_muon.trainer.data.files import FORMATS, ROWS, TOKENS, DataFile, data_files, files_below
+from titan_muon.trainer.data.files import FORMATS, DataFile, data_files, files_below
 from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.recipe.sections import Data
 
@@ -22,7 +22,6 @@ _INDEX = "5"
 """Increment when the columns of the index change."""
 _COLUMNS = {"file": "int64", "hash": "binary", "hardly_text": "bool", "problem": "string"}
 MOST_REPLACED = 0.1
-MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -103,20 +102,13 @@ class Documents:
         """int64: number of each document's entry in `data.files`."""
         return np.array([file.entry for file in self.all])[self._index.file]
 
-    def summary(self, tokens: np.ndarray) -> list[str]:
-        """A line for each file of rows or tokens: documents, tokens, and skipped rows. `tokens`: of each document."""
-        bad, cut = self._index.problems, self._index.file[self._index.tails]
+    def summary(self) -> list[str]:
+        """Lines on cut documents, and on skipped rows."""
+        cut = self._index.file[self._index.tails]
         lines = [f"{self.all[n].path}: its end is held out, because it is a single document" for n in cut]
-        numbers = [n for n, file in enumerate(self.all) if file.path.endswith((*ROWS, *TOKENS))]
-        numbers.sort(key=lambda number: -len(bad.get(number, ())))
-        for number in numbers[:MOST_SHOWN]:
-            problems, inside = bad.get(number), self._index.file == number
-            skipped = f", {plural(len(problems), 'row')} skipped, the first: {problems[0]}" if problems else ""
-            path, documents = self.all[number].path, plural(inside.sum(), "document")
-            lines.append(f"{path}: {documents}, {tokens[inside].sum():,} tokens{skipped}")
-        if rest := numbers[MOST_SHOWN:]:
-            skipped = plural(sum(len(bad.get(number, ())) for number in rest), "row")
-            lines.append(f"and {plural(len(rest), 'more file')}, {skipped} skipped")
+        if problems := [problem for of_file in self._index.problems.values() for problem in of_file]:
+            files = plural(len(self._index.problems), "file")
+            lines.append(f"{plural(len(problems), 'row')} of {files} skipped, the first: {problems[0]}")
         return lines
 
     def contents(self) -> Iterator[tuple[DataFile, bytes]]:

@@ -88,7 +88,6 @@ class PackedDataLoader(BaseDataLoader):
         weights = [(file.entry, data.weights[file.entry]) for file in documents.all] if mixed else []
         keys = (data.validation_fraction, data.seed, seq_len, *weights)
         self.fingerprint = digest(corpus.digest, *map(str, keys))
-        self._tokens = corpus.tokens
 
     def __iter__(self) -> Iterator[Batch]:
         """({"input", "positions"}, labels), each int64 (sequences, seq_len); pinned with CUDA.
@@ -118,7 +117,7 @@ class PackedDataLoader(BaseDataLoader):
         return self._read + self._first
 
     def describe(self, steps: int, sequences: int) -> list[str]:
-        """Lines on documents, tokens, passes over them in `steps` more steps, weights, files, and doubtful files.
+        """Lines on documents, tokens, passes over them in `steps` more steps, weights, skipped rows, doubtful files.
 
         `sequences`: of a step, over all ranks.
         """
@@ -134,7 +133,7 @@ class PackedDataLoader(BaseDataLoader):
             share = weight / total
             passes = _passes(blocks * share / source.per_epoch)
             lines.append(f"data: {share:.1%} of the blocks from {file}, {source.tokens:,} tokens, {passes}")
-        lines += [f"data: {file}" for file in documents.summary(self._tokens)]
+        lines += [f"data: {file}" for file in documents.summary()]
         return [without_password(line) for line in (*lines, *(f"warning: {w}" for w in documents.warnings()))]
 
     def state_dict(self) -> dict[str, Any]:

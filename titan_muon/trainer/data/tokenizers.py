@@ -97,9 +97,6 @@ class BPETokenizer(_MarkedTokenizer):
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         data = config.documents.data
-        if data.vocab_size < BYTES + MARKS:
-            least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
-            raise RecipeError(f"= {data.vocab_size}: must be {least}", key="data.vocab_size")
         super().__init__(data.vocab_size)
         text = config.saved
         if text is None:

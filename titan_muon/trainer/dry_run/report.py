@@ -94,8 +94,6 @@ def _document(part: StageReport) -> dict[str, object]:
             "modelled_muon_seconds": verdict.optimizers,
             "modelled_adamw_seconds": verdict.adamw,
             "overhead_over_adamw": verdict.overhead,
-            "overhead_in_one_pass": verdict.overhead_in_one_pass,
-            "passes_below_one_percent": verdict.passes_below_one_percent,
             "training": asdict(verdict.training),
         },
         "owners": [{"rank": rank, **asdict(load)} for rank, load in estimate.loads.items()],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import ceil
 
 from titan_muon.forecast.memory import Memory
 from titan_muon.forecast.model import Estimate
@@ -41,22 +40,7 @@ class Verdict:
     @property
     def overhead(self) -> float:
         """What Muon's step takes beyond AdamW's, relative to the products of forward and backward with AdamW's step."""
-        return self._extra / (self.training.seconds + self.adamw)
-
-    @property
-    def overhead_in_one_pass(self) -> float:
-        """The overhead of a step without accumulation of gradients."""
-        return self._extra / (self.training.seconds / self.training.passes + self.adamw)
-
-    @property
-    def passes_below_one_percent(self) -> int:
-        """The fewest passes of a step with an overhead of at most 1 %."""
-        one_pass = self.training.seconds / self.training.passes
-        return max(1, ceil((self._extra / 0.01 - self.adamw) / one_pass))
-
-    @property
-    def _extra(self) -> float:
-        return self.optimizers - self.adamw
+        return (self.optimizers - self.adamw) / (self.training.seconds + self.adamw)
 
     @property
     def in_passes(self) -> int:
@@ -129,9 +113,6 @@ def verdict_lines(verdict: Verdict, meta: MetaModel, machine: MachineRates) -> I
         yield f"                  longer than {products}: the model or its batch is too small for a share"
         return
     yield f"                  {100 * max(0.0, verdict.overhead):,.2f} % over {products}"
-    passes = verdict.passes_below_one_percent
-    below = f"from {passes * training.tokens // training.passes:,} tokens ({plural(passes, 'pass')})"
-    yield f"                  at most 1 % {below if passes > 1 else 'in every batch'}"
 
 
 def memory_parts(verdict: Verdict) -> dict[str, int]:

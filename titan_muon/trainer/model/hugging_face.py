@@ -1,36 +1,17 @@
-"""A model's counterpart in Transformers: its config.json, and the flags of its export."""
+"""A model's counterpart in Transformers: its config.json."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
-from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_muon.trainer.recipe import RecipeError
 
 EXPERT_BIAS = "expert_bias_E"
 LATENT_EPS = 1e-6
 """Fixed in DeepseekV3ForCausalLM."""
-FAMILIES = (Llama3Model.Config, Qwen3Model.Config, DeepSeekV3Model.Config)
-
-
-def export_flags(spec: ModelSpec, names: Iterable[str]) -> str | None:
-    """Flags with which `titan-muon export` accepts a model; None without a counterpart in Transformers.
-
-    `names`: of the model's parameters and buffers.
-    """
-    if not isinstance(spec.model, FAMILIES) or spec.state_dict_adapter is None:
-        return None
-    try:
-        hf_config(spec.model, spec.name)
-    except RecipeError:
-        return None
-    adapter = spec.state_dict_adapter(spec.model, None)
-    biases = [name for name in names if name.endswith(EXPERT_BIAS)]
-    return " --drop-expert-bias" if any(not adapter.to_hf({name: torch.empty(0)}) for name in biases) else ""
 
 
 def hf_config(model: Any, name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from titan_muon.trainer.checks.start import check_start, data_facts, start_facts
 from titan_muon.trainer.data.loader import PackedDataLoader
 from titan_muon.trainer.data.tokenizers import BPETokenizer
 from titan_muon.trainer.device import on_accelerator
-from titan_muon.trainer.fault import RunFault, unusable
+from titan_muon.trainer.fault import RunFault, by_rank_0
 from titan_muon.trainer.launch.attempts import (
     describe_world,
     interrupted_run,
@@ -213,26 +213,16 @@ def _begin_run(
     if stages > 1:
         parts = [None] * world
         dist.gather_object(own, parts if rank == 0 else None, group=group)
-    failure: Exception | None = None
-    if rank == 0:
-        try:
-            for change in runs.changed_keys(run, recipe):
-                print_on_rank0(f"changed since the checkpoint: {change}")
-            tokenizer = trainer.tokenizer.text if isinstance(trainer.tokenizer, BPETokenizer) else None
-            runs.begin(run, recipe, typed, world, tokenizer)
-            _print_optimizers(trainer, recipe, run, [part for part in parts if part is not None])
-            _print_start(trainer, recipe, run)
-        except Exception as error:
-            failure = unusable(recipe.dump_folder, error) if isinstance(error, OSError) else error
-    # As text, because not every error can be pickled.
-    sent = [None if failure is None else (isinstance(failure, RecipeError), str(failure), type(failure).__name__)]
-    if group is not None:
-        dist.broadcast_object_list(sent, src=0, group=group)
-    if failure is not None:
-        raise failure
-    if sent[0] is not None:
-        is_refusal, text, name = sent[0]
-        raise RecipeError(text) if is_refusal else RuntimeError(f"{name}: {text} (on rank 0)")
+
+    def begin() -> None:
+        for change in runs.changed_keys(run, recipe):
+            print_on_rank0(f"changed since the checkpoint: {change}")
+        tokenizer = trainer.tokenizer.text if isinstance(trainer.tokenizer, BPETokenizer) else None
+        runs.begin(run, recipe, typed, world, tokenizer)
+        _print_optimizers(trainer, recipe, run, [part for part in parts if part is not None])
+        _print_start(trainer, recipe, run)
+
+    by_rank_0(begin, recipe.dump_folder, group)
 
 
 def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_muon.trainer.fault import unusable
+from titan_muon.trainer.fault import by_rank_0
 from titan_muon.trainer.launch.folder_lock import FolderLock
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
 from titan_muon.trainer.run.checkpoints import flaw
@@ -75,29 +75,16 @@ def agree(
     on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
+
+    def opened() -> Run:
+        run = open_run(recipe, typed, flaws, interrupted)
+        if not os.access(run.folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), run.folder)
+        lock.take(run.folder)
+        return run
+
     while True:
-        answer: list[Run | Exception | None] = [None]
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                opened = open_run(recipe, typed, flaws, interrupted)
-                if not os.access(opened.folder, os.W_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), opened.folder)
-                lock.take(opened.folder)
-                answer[0] = opened
-            except OSError as error:
-                answer[0] = unusable(recipe.dump_folder, error)
-            except Exception as error:
-                failure = error
-                # As text, because not every error can be pickled.
-                text = f"{type(error).__name__}: {error} (on rank 0)"
-                answer[0] = error if isinstance(error, RecipeError) else RuntimeError(text)
-        if group is not None:
-            dist.broadcast_object_list(answer, src=0, group=group)
-        run = answer[0]
-        if isinstance(run, Exception):
-            raise run if failure is None else failure
-        assert run is not None, "rank 0 always answers"
+        run = by_rank_0(opened, recipe.dump_folder, group)
         if run.checkpoint is None or (wrong := damage_on_any_rank(Path(run.checkpoint), run.source_id, group)) is None:
             return run
         # Rank 0 chooses among the other checkpoints.

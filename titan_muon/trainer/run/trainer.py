@@ -24,7 +24,6 @@ from titan_muon.trainer.data.tokenizers import check_vocabulary
 from titan_muon.trainer.data.validation import HeldOutValidator
 from titan_muon.trainer.device import Stopwatch
 from titan_muon.trainer.fault import RunFault
-from titan_muon.trainer.model.hugging_face import export_flags
 from titan_muon.trainer.model.qk_clip import build_qk_clip
 from titan_muon.trainer.monitor.monitor import Monitor
 from titan_muon.trainer.recipe.sections import Monitor as MonitorSection
@@ -156,17 +155,10 @@ class MuonTrainer(Trainer):
             outcome = saved if saves else f"nothing is saved (checkpoint.{off})"
             print_on_rank0(f"stopped after step {self.step} of {self.config.training.steps}: {outcome}")
         elif saves and not checkpoint.last_save_in_hf:
-            print_on_rank0(f"next: {'; '.join(self._commands_of_the_run())}")
-
-    def _commands_of_the_run(self) -> Iterator[str]:
-        """Commands that read the run's last checkpoint, which work as written."""
-        folder, spec = self.config.dump_folder, self.config.model_spec
-        yield f"titan-muon sample {quote(folder)}"
-        if self.config.validator.enable and isinstance(self.dataloader, PackedDataLoader):
-            yield f"titan-muon evaluate {quote(folder)}"
-        names = (name for part in self.model_parts for name in part.state_dict())
-        if spec is not None and (flags := export_flags(spec, names)) is not None:
-            yield f"titan-muon export {quote(folder)} {quote(f'{folder}/exported')}{flags}"
+            folder = quote(self.config.dump_folder)
+            held_out = self.config.validator.enable and isinstance(self.dataloader, PackedDataLoader)
+            evaluate = f"; titan-muon evaluate {folder}" if held_out else ""
+            print_on_rank0(f"next: titan-muon sample {folder}{evaluate}")
 
     def _begin_checks(self) -> None:
         self.checks.begin(self.stop.group)

@@ -280,17 +280,3 @@ def test_splits_are_judged_by_the_whole_model() -> None:
     unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", dims=dims, lengths=lengths),)))
     with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
         HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
-
-
-def test_a_stage_without_hidden_matrices_still_builds_muon(monkeypatch) -> None:
-    """Muon compares ranks in the construction: the remaining ranks would wait for a missing rank."""
-    built: dict[str, list[tuple[str, ...]]] = {}
-
-    def build(name: str, groups: Any, *_: Any) -> torch.optim.Optimizer:
-        built[name] = [group.names for group in groups]
-        return torch.optim.SGD([{"params": [stage.get_parameter(n) for n in group.names]} for group in groups])
-
-    stage = Model(hidden=False)
-    monkeypatch.setattr("titan_muon.assignment.optimizer_set.build_optimizer", build)
-    HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
-    assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight"), ()]}

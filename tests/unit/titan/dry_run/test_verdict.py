@@ -118,9 +118,9 @@ def shown_lines(judged: Verdict) -> list[str]:
     return [*verdict_lines(judged, meta, H100)]
 
 
-def lines(capacity: int, passes: int = 1) -> str:
+def lines(capacity: int) -> str:
     """The printed verdict on a GPU of `capacity` bytes, or on a CPU."""
-    return "\n".join(shown_lines(replace(verdict(GIB, passes), capacity=capacity)))
+    return "\n".join(shown_lines(replace(verdict(GIB), capacity=capacity)))
 
 
 def test_both_show_two_steps_and_a_gpu_the_overhead() -> None:
@@ -135,18 +135,3 @@ def test_a_toy_model_has_no_share() -> None:
     (line,) = [line for line in shown_lines(toy) if "products" in line]
     assert "longer than the products of 1,024 tokens" in line
     assert "too small for a share" in line
-
-
-def test_the_overhead_in_one_pass_and_the_batch_below_one_percent_follow_from_the_passes() -> None:
-    """15 ms over AdamW are 0.6 % of four passes, 2.4 % of one, and below 1 % from three on."""
-    whole = verdict(GIB, passes=4)
-    assert whole.overhead == pytest.approx(0.015 / 2.51)
-    assert whole.overhead_in_one_pass == pytest.approx(0.015 / 0.635)
-    assert whole.passes_below_one_percent == 3
-    for passes in (1, 2, 3):
-        seconds = passes * 0.625 + 0.01
-        assert (0.015 / seconds <= 0.01) == (passes >= 3)
-    # AdamW alone takes as long as Muon.
-    assert replace(whole, adamw=0.025).passes_below_one_percent == 1
-    text = lines(79 * GIB, passes=4)
-    assert "at most 1 % from 3,072 tokens (3 passes)" in text

@@ -8,9 +8,8 @@ import torch
 import models  # noqa: F401 (registers the families)
 from tests.unit.titan.model.batches import attended, initialized
 from titan_muon.trainer.model import attention
-from titan_muon.trainer.model.attention import DenseMask, DenseMaskAttention, dense, share_dense_mask, use_attention
+from titan_muon.trainer.model.attention import DenseMask, DenseMaskAttention, dense, share_dense_mask
 from titan_muon.trainer.model.spec import model_spec
-from titan_muon.trainer.recipe import RecipeError
 
 LENGTH = 48
 
@@ -101,17 +100,3 @@ def test_every_layer_gets_the_chosen_attention(name: str) -> None:
             model = model_spec(name, "tiny", attention=choice, on_cpu=on_cpu).model
             kinds = {type(layer.attention.inner_attention).__qualname__ for layer in model.layers}
             assert kinds == {f"{kind}.Config"}
-
-
-def test_an_attention_without_backward_on_the_cpu_and_an_unknown_attention_are_refused() -> None:
-    for choice in ("flex", "varlen"):
-        with pytest.raises(RecipeError, match=rf"model\.attention = '{choice}' has no backward on the CPU"):
-            model_spec("qwen3", "tiny", attention=choice, on_cpu=True)
-    for name, flavor in (("gpt_oss", "debugmodel"), ("qwen3_5", "35B-A3B")):
-        with pytest.raises(
-            RecipeError, match=r"model\.attention = 'dense'.* and no linear attention, .* use 'flex' and"
-        ):
-            model_spec(name, flavor, on_cpu=True)
-    model = model_spec("qwen3", "tiny").model
-    with pytest.raises(RecipeError, match=r"model\.attention = 'sdpa' is unknown; choose from: auto, dense, flex"):
-        use_attention(model, "sdpa", True)

@@ -13,7 +13,7 @@ from tests.unit.titan.model.batches import initialized
 from titan_muon.trainer.model.parallelize import with_placement
 from titan_muon.trainer.model.pipeline import init_within
 from titan_muon.trainer.model.spec import model_spec
-from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe import Recipe
 from titan_muon.trainer.recipe.sections import Parallelism
 from titan_muon.trainer.run.runs import Run
 from titan_muon.trainer.run.trainer_config import trainer_config
@@ -70,35 +70,6 @@ def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
         parts[0].init_weights(buffer_device=None)
     alone = initialized(spec.model, recipe.debug.seed)
     assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)
-
-
-THREE = (PARTS[0], PARTS[1], PARTS[2] + PARTS[3])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "parts", "message"),
-    [
-        ("1F1C", None, "schedule = '1F1C'.*valid options"),
-        ("PipelineScheduleMulti", None, "has no order of its own"),
-        ("zbvzerobubble", None, "write it 'ZBVZeroBubble'"),
-        ("DualPipeV", None, "'DualPipeV'.*use 'ZBVZeroBubble'"),
-        ("1F1B", PARTS[:2], "it names 4 modules"),
-        ("1F1B", (PARTS[0], PARTS[2], PARTS[1], PARTS[3]), r"it has 'layers\.3' in the place of 'layers\.1'"),
-        ("1F1B", PARTS, r"has 4 parts; 1F1B on parallelism\.pipeline_parallel_degree = 2 takes 2 parts"),
-        ("Interleaved1F1B", THREE, "takes a multiple of 2 parts"),
-    ],
-)
-def test_an_impossible_schedule_or_cut_is_refused(
-    schedule: str, parts: tuple[tuple[str, ...], ...] | None, message: str
-) -> None:
-    """TorchTitan would drop unlisted modules, and run stages in the listed order."""
-    with pytest.raises(RecipeError, match=message):
-        placed(pipeline_parallel_schedule=schedule, module_fqns_per_model_part=parts)
-
-
-def test_a_schedule_file_must_exist() -> None:
-    with pytest.raises(RecipeError, match=r"pipeline_parallel_schedule_csv = '/no/such\.csv' is not a file"):
-        placed(pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv")
 
 
 def test_schedules_are_accepted() -> None:

@@ -17,7 +17,6 @@ from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.trainer.dry_run.meta_model import build_meta_model
-from titan_muon.trainer.recipe import RecipeError
 
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
 
@@ -95,34 +94,3 @@ def test_the_rules_of_a_recipe_place_the_matching_parameters(tmp_path: Path) -> 
     names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]
     assert names == {n for n in params if n.startswith("layers") and n.endswith((".wo.weight", "_norm.weight"))}
     assert len(names) > 8
-
-
-REFUSED = {
-    "embedding": (
-        [{"match": "*embed*", "placement": "owned"}],
-        {},
-        r"placement\.rule: tok_embeddings\.weight cannot be owned: .*layer by layer.*in no layer",
-    ),
-    "owner": (
-        [{"match": "*.wo.weight", "placement": "owned", "owner": 2}],
-        {},
-        r"placement\.rule: layers\.0\.attention\.wo\.weight cannot have owner = 2; 0 to 1 can own it",
-    ),
-    "owner among the ranks that share experts": (
-        [{"match": "*experts*", "placement": "owned", "owner": 1}],
-        {"parallelism__expert_parallel_degree": 2},
-        r"placement\.rule: layers\.\d\..*experts\..* cannot have owner = 1; 0 to 0 can own it",
-    ),
-    "Hugging Face": (
-        [{"match": "*experts*", "placement": "owned"}],
-        {"checkpoint__last_save_in_hf": "true", "checkpoint__last_save_model_only": "true"},
-        r"placement\.rule: .*experts.* cannot be owned with checkpoint\.last_save_in_hf; set placement = \"shard0\"",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_impossible_rule_of_a_recipe_is_refused(case: str, tmp_path: Path) -> None:
-    rules, values, message = REFUSED[case]
-    with pytest.raises(RecipeError, match=message):
-        model_of(tmp_path, 2, rules, **values)

@@ -182,7 +182,9 @@ def test_a_removed_key_is_refused_with_what_to_do(tmp_path: Path, key: str) -> N
 def test_the_command_line_names_the_recipe_and_the_action(tmp_path: Path) -> None:
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
-    assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]), typed=("muon.momentum",), sources=plain.sources)
+    assert plain == Command(
+        config=path, recipe=load(path, ["--muon.momentum", "0.1"]), typed=("muon.momentum",), sources=plain.sources
+    )
     assert plain.sources == {"muon.lr": path, "muon.momentum": "command line"}
     flags = ["--dry-run", "--full", "--world-size", "8", "--device=cpu", "--json", "plan.json", "--training.steps", "3"]
     assert parse([*flags, f"--config={path}"]) == Command(

@@ -153,36 +153,30 @@ SCHEDULE = "[training]\nsteps = 300\n[lr_scheduler]\nwarmup_steps = 20\n"
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words", "warmup"),
+    ("schedule", "steps", "warmup"),
     [
-        (SCHEDULE, ["--training.steps", "10"], 1),
-        (SCHEDULE + "decay_ratio = 1.0", ["--training.steps", "10"], 0),
-        (SCHEDULE + "decay_ratio = 0.9", ["--training.steps", "100"], 6),
-        (SCHEDULE, ["--training.steps", "1"], 1),
-        (SCHEDULE, ["--training.steps", "20"], 20),
-        (SCHEDULE, ["--training.steps", "600"], 20),
+        ("", 10, 1),
+        ("decay_ratio = 1.0", 10, 0),
+        ("decay_ratio = 0.9", 100, 6),
+        ("decay_ratio = 0.9", 290, 20),
+        ("decay_ratio = 0.9", 20, 1),
+        ("", 1, 1),
+        ("", 20, 20),
+        ("", 600, 20),
     ],
 )
-def test_a_run_shortened_on_the_command_line_has_a_proportional_warmup(
-    tmp_path: Path, schedule: str, words: list[str], warmup: int
+@pytest.mark.parametrize("by", ["command line", "file"])
+def test_fewer_steps_than_in_a_base_or_file_have_a_proportional_warmup(
+    tmp_path: Path, by: str, schedule: str, steps: int, warmup: int
 ) -> None:
     lines: list[str] = []
-    recipe = load(write(tmp_path, schedule), words, lines.append)
-    assert recipe.lr_scheduler.warmup_steps == warmup
-    notice = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {words[1]} "
+    file = write(tmp_path, SCHEDULE + schedule, "base.toml")
+    words = ["--training.steps", str(steps)]
+    if by == "file":
+        file, words = write(tmp_path, f"base = 'base.toml'\n[training]\nsteps = {steps}\n"), []
+    assert load(file, words, lines.append).lr_scheduler.warmup_steps == warmup
+    notice = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {steps} "
     assert lines == ([] if warmup == 20 else [f"{notice}instead of 300"])
-
-
-@pytest.mark.parametrize(("own", "warmup"), [("steps = 100", 6), ("steps = 290", 20), ("steps = 20", 1)])
-def test_a_recipe_with_fewer_steps_than_its_base_has_a_proportional_warmup(
-    tmp_path: Path, own: str, warmup: int
-) -> None:
-    write(tmp_path, SCHEDULE + "decay_ratio = 0.9", "base.toml")
-    lines: list[str] = []
-    recipe = load(write(tmp_path, f"base = 'base.toml'\n[training]\n{own}\n"), [], lines.append)
-    assert recipe.lr_scheduler.warmup_steps == warmup
-    assert len(lines) == (warmup != 20)
-    assert all(line.startswith(f"lr_scheduler.warmup_steps = {warmup}: shortened from 20") for line in lines)
 
 
 def test_a_schedule_beside_its_steps_is_not_changed(tmp_path: Path) -> None:

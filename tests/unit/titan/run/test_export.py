@@ -21,7 +21,7 @@ compat.install()
 from titan_muon.trainer.commands.hugging_face import save  # noqa: E402
 from titan_muon.trainer.commands.saved_model import SavedModel  # noqa: E402
 from titan_muon.trainer.data.tokenizers import tokenizer_config  # noqa: E402
-from titan_muon.trainer.model.hugging_face import export_flags, hf_config  # noqa: E402
+from titan_muon.trainer.model.hugging_face import hf_config  # noqa: E402
 from titan_muon.trainer.model.spec import model_spec  # noqa: E402
 
 
@@ -87,7 +87,6 @@ def test_transformers_has_the_logits_of_the_exported_model(
     saved = saved_model(tiny.recipe(tmp_path, model__name=name, model__flavor=flavor), change)
     if name == "deepseek_v3":
         set_expert_bias(saved)
-    assert export_flags(saved.spec, saved.model.state_dict()) == (" --drop-expert-bias" if "experts" in family else "")
     save(saved, tmp_path / "out", drop_expert_bias=False)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(loaded).__name__ == architecture
@@ -130,7 +129,6 @@ def test_weights_that_transformers_lacks_are_refused(tmp_path: Path) -> None:
 def test_families_without_a_counterpart_are_refused(name: str, flavor: str, problem: str) -> None:
     with pytest.raises(RecipeError, match=f"model.name = '{name}'.*{problem}"):
         hf_config(model_spec(name, flavor, on_cpu=False).model, name)
-    assert export_flags(model_spec(name, flavor, on_cpu=False), ()) is None, "no run recommends an export"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

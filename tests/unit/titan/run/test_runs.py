@@ -18,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon import Expert
+from titan_muon.options import OptionError
+from titan_muon.trainer.fault import by_rank_0
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
 from titan_muon.trainer.recipe.schema import keys
 from titan_muon.trainer.torchtitan import compat
@@ -132,22 +134,30 @@ def test_an_earlier_step_continues_in_a_new_folder(tmp_path: Path) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 10
 
 
-def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "kinds"),
+    [
+        (OSError("disk full"), [RecipeError, RecipeError]),
+        (OptionError("w", "is unpicklable"), [OptionError, RuntimeError]),
+    ],
+    ids=["refusal", "another error"],
+)
+def test_an_error_of_rank_0_reaches_every_rank(
+    error: Exception, kinds: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error on rank 0 alone would leave the remaining ranks in the broadcast, also one that cannot be pickled."""
+    sent: list[bytes] = []
 
-    class LocalError(Exception):
-        pass
+    def broadcast(answer: list[Any], **_: Any) -> None:
+        # Rank 1 runs after rank 0.
+        sent.append(pickle.dumps(answer[0]))
+        answer[0] = pickle.loads(sent[0])
 
-    def fail(*_: object) -> None:
-        raise LocalError("no disk")
-
-    sent: list[object] = []
-    broadcast = lambda objects, **_: sent.extend(pickle.loads(pickle.dumps(objects)))  # noqa: E731
     monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
-    monkeypatch.setattr("titan_muon.trainer.run.runs.open_run", fail)
-    with FolderLock() as lock, pytest.raises(LocalError):
-        agree(tiny.recipe(tmp_path), object(), lock)  # type: ignore[arg-type]
-    assert repr(sent[0]) == "RuntimeError('LocalError: no disk (on rank 0)')"
+    for number in range(2):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda number=number: number)
+        with pytest.raises(kinds[number], match=str(error)):
+            by_rank_0(mock.Mock(side_effect=error), "runs", mock.Mock())
 
 
 SAME = {"training__steps": 9, "checkpoint__freq": 7, "parallelism__tensor_parallel_degree": 2}
