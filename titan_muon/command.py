@@ -16,7 +16,7 @@ USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon compare RUN RUN ...
        titan-muon sweep RECIPE KEY=VALUE,VALUE ... [--key=value ...]
        titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
-       titan-muon evaluate RUN [--step N]
+       titan-muon evaluate RUN [--step N] [--files PATTERN ...]
        titan-muon export RUN FOLDER [--step N] [--dtype D] [--drop-expert-bias]
        titan-muon audit [--steps N] [--json FILE] [--allow CODE] SCRIPT [ARGUMENT ...]
        titan-muon recipes

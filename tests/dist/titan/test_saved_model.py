@@ -85,6 +85,22 @@ def test_evaluate_gives_the_validation_loss_of_training(run: Path, capsys: pytes
     assert bits == pytest.approx(tiny.records(run, "bits_per_byte")[2], abs=2e-4)
 
 
+def test_a_copy_of_a_run_is_evaluated_on_text_at_another_place(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The held-out documents follow from their content."""
+    text = Path(shutil.copytree(run.parents[2] / "corpus", tmp_path / "text"))
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    recipe = (copied / "recipe.toml").read_text()
+    (copied / "recipe.toml").write_text(recipe.replace("/corpus/", "/gone/"))
+    words = [str(copied), "--sequences", "16"]
+    assert start("evaluate", words) == 2
+    assert capsys.readouterr().err.endswith("; name the run's text by --files\n")
+    assert start("evaluate", [*words, "--files", str(text)]) == start("evaluate", [str(run), *words[1:]]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
 def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):

@@ -1,13 +1,12 @@
 """Flags of the command line, and their help by tyro."""
 
 import dataclasses
-import types
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
-from titan_muon.trainer.recipe.schema import build, keys, values
+from titan_muon.trainer.recipe.schema import build, describe, keys, values
 from titan_muon.trainer.recipe.toml import Entry, RecipeError, Words, value_text
 
 SOURCE = "command line"
@@ -71,27 +70,11 @@ def _flag(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primit
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
-        metavar=_metavar(info.type),
+        metavar=describe(info.type),
         instance_from_str=tuple,
         is_instance=lambda value: True,
         str_from_instance=lambda value: [*map(_help_text, value if isinstance(value, tuple) else (value,))],
     )
-
-
-def _metavar(kind: Any) -> str:
-    origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
-    if origin is Annotated:
-        return _metavar(args[0])
-    if kind is bool:
-        return "[{true,false}]"
-    if origin is Literal:
-        return "{" + ",".join(args) + "}"
-    if origin is tuple:
-        element = "LIST" if get_origin(args[0]) is tuple else _metavar(args[0])
-        return f"[{element} ...]" if args[-1] is Ellipsis else " ".join(map(_metavar, args))
-    if origin in (Union, types.UnionType):
-        return "|".join(map(_metavar, args))
-    return "TABLE" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", "VALUE").upper()
 
 
 def _help_text(value: Any) -> str:

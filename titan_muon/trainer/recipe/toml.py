@@ -93,8 +93,8 @@ def _parse(path: Path, context: str) -> dict[str, object]:
     except FileNotFoundError:
         recipes = {file.stem: file for folder in (Path("configs"), path.parent) for file in folder.glob("*.toml")}
         name = nearest(path.stem, list(recipes))
-        hint = f" Did you mean {recipes[name]}?" if name else ""
-        raise RecipeError(f"no such file{context}.{hint}", source=str(path)) from None
+        hint = f"Did you mean {recipes[name]}?" if name else "`titan-muon recipes` lists the recipes of this package."
+        raise RecipeError(f"no such file{context}. {hint}", source=str(path)) from None
     except OSError as error:
         raise RecipeError(f"cannot be read: {error.strerror}{context}.", source=str(path)) from None
     # Also bytes outside of UTF-8, integers of more than 4,300 digits, and deeply nested values.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_muon.trainer.monitor.spectrum import largest_singular_value, orthogonality_error
+from titan_muon.trainer.monitor.monitor import largest_singular_value, orthogonality_error
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (32, 64), (1, 16)])

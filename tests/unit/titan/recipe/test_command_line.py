@@ -228,11 +228,11 @@ def test_help_lists_every_key_with_the_docstring(capsys: pytest.CaptureFixture[s
     """tyro would show the comment above a field without a docstring."""
     text = help_of(["--help", "all"], capsys)
     assert [key for key in schema.keys(Recipe) if f"--{key} " not in text] == []
-    assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
-    assert "--data.tokenizer {bytes,bpe,hf}" in text
-    assert "--lr_scheduler.decay_ratio FLOAT Share of decay steps at the end" in text
-    assert "--machine.file STR" in text
-    assert "--world_size INT With dry_run: number of ranks" in text
+    assert "--muon.ns_steps an integer Newton-Schulz iterations. (default: 5)" in text
+    assert '--data.tokenizer one of "bytes", "bpe", "hf"' in text
+    assert "--lr_scheduler.decay_ratio a finite number Share of decay steps at the end" in text
+    assert "--machine.file a string" in text
+    assert "--world_size an integer With dry_run: number of ranks" in text
     assert "The model to train." in text
     for module in (sections, torchtitan_sections, command_line):
         source = inspect.getsource(module)
