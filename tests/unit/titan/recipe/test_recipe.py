@@ -134,7 +134,7 @@ def test_the_error_of_a_missing_file_names_a_similar_file(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "", "configs/qwen.toml")
     assert "Did you mean configs/qwen.toml?" in error_of(lambda: load("qwen"))
-    assert error_of(lambda: load("nothere.toml")) .startswith("nothere.toml: no such file. `titan-muon recipes` lists")
+    assert error_of(lambda: load("nothere.toml")).startswith("nothere.toml: no such file. `titan-muon recipes` lists")
 
 
 # Rules
