@@ -17,7 +17,7 @@ from .engine.faults.report import FaultReport
 from .engine.faults.skip import SkipsSteps
 from .engine.state.saved import after_pre_hooks, checked_state
 from .engine.state.states import moved_state, needs_move, new_state, resolved
-from .engine.step.foreach import grouped
+from .engine.step.foreach import batched_by_kind
 from .engine.tensors.dtensor import is_host, local, on_device, step_device
 from .engine.tensors.names import named_parameters, names_in
 from .engine.tensors.storage import placement_key
@@ -39,7 +39,7 @@ ON_HOST: Mapping[Offload, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Fields of Elements that move to the device and back, and fields that only move to the device."""
 
 
-class Elements(NamedTuple):
+class AdamElements(NamedTuple):
     """Some or all of a parameter's elements on this rank."""
 
     param: Tensor
@@ -52,11 +52,11 @@ class Elements(NamedTuple):
         return sum(getattr(self, name).element_size() for name in names)
 
 
-Batch = tuple[Mapping[str, Any], list[Elements]]
+AdamBatch = tuple[Mapping[str, Any], list[AdamElements]]
 """A group, and parts with one dtype, updated together."""
 
 
-def _tensors(parts: Sequence[Elements], names: Iterable[str]) -> list[Tensor]:
+def _tensors(parts: Sequence[AdamElements], names: Iterable[str]) -> list[Tensor]:
     return [getattr(part, name) for name in names for part in parts]
 
 
@@ -266,7 +266,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if self.skips_step:
             warn_of_skipped(self.names(), faults)
 
-    def _update_on_device(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
+    def _update_on_device(
+        self, group: Mapping[str, Any], parts: Sequence[AdamElements], skipped: Tensor | None
+    ) -> None:
         """Update parts whose tensors are on the host: they come whole, and go back at once."""
         changed, read = ON_HOST[self.offloaded]
         device = step_device(next(p for p in group["params"] if p.grad is not None))
@@ -279,23 +281,23 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         for old, new in zip(_tensors(parts, changed), _tensors(moved, changed), strict=True):
             old.copy_(new, non_blocking=True)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[AdamBatch]:
         """Parts of at most BATCH_BYTES in the averages to convert, or else whole parameters."""
         moved = [*AVERAGES] if self.state_dtype == "bfloat16" else []
         limit = BATCH_BYTES if moved else math.inf
         for group in self.param_groups:
             parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
-            batches = grouped(
+            batches = batched_by_kind(
                 parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
             )
             yield from ((group, batch) for batch in batches)
 
-    def _elements(self, group: Mapping[str, Any]) -> Iterator[Elements]:
+    def _elements(self, group: Mapping[str, Any]) -> Iterator[AdamElements]:
         for fqn, parameter in named_parameters([group]):
             if parameter.grad is not None:
                 state = self._state_of(parameter, group)
                 average, square = (local(state[name]) for name in AVERAGES)
-                yield Elements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
+                yield AdamElements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -311,7 +313,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         step = torch.zeros((), dtype=torch.float32, device=device)
         return {"step": step, **{name: new_state(parameter, dtype, self.offloaded) for name in AVERAGES}}
 
-    def _update(self, group: Mapping[str, Any], parts: Sequence[Elements], skipped: Tensor | None) -> None:
+    def _update(self, group: Mapping[str, Any], parts: Sequence[AdamElements], skipped: Tensor | None) -> None:
         states = _tensors(parts, AVERAGES)
         wide = [state.to(parts[0].param.dtype) for state in states]
         adam(
@@ -412,7 +414,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             torch.get_device_module(device).synchronize()
 
 
-def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:
+def _cut(whole: AdamElements, moved: Sequence[str]) -> Iterator[AdamElements]:
     """Parts with at most BATCH_BYTES each in the fields `moved`."""
     numel = whole.param.numel()
     size = max(VECTOR, BATCH_BYTES // whole.element_bytes(moved) // VECTOR * VECTOR)
@@ -426,7 +428,7 @@ def _cut(whole: Elements, moved: Sequence[str]) -> Iterator[Elements]:
         part = slice(start, start + size)
         # Only the last part advances the counter; other parts advance a copy.
         step = whole.step if part.stop >= numel else whole.step.clone()
-        yield Elements(param[part], grad[part], average[part], square[part], step)
+        yield AdamElements(param[part], grad[part], average[part], square[part], step)
 
 
 def _grad_of(fqn: str, parameter: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of, algorithms_in, check_group, check_used, choice_of
+from .algorithms import algorithm_of, algorithms_in, check_group_algorithm, check_used, choice_of
 from .engine.engine import Engine, Selection, checked_plan, engine_of, report_of
 from .engine.exchange.agreement import Agreement
 from .engine.exchange.exchange import Collectives, Exchange
@@ -28,10 +28,10 @@ from .engine.state.groups import (
     check_groups,
     check_lr,
     check_params,
+    coefficient_rows,
     doubts_of,
     given_groups,
     named_group,
-    rows_of,
     splits_of,
 )
 from .engine.state.saved import after_pre_hooks, check_frozen, check_saved_groups, completed, copy_state, saved_states
@@ -122,7 +122,7 @@ class Muon(SkipsSteps, Optimizer):
             nesterov=nesterov,
             weight_decay=weight_decay,
             ns_steps=ns_steps,
-            ns_coefficients=rows_of(ns_coefficients),
+            ns_coefficients=coefficient_rows(ns_coefficients),
             adjust_lr_fn=adjust_lr_fn,
             algorithm=choice_of(algorithm),
             beta2=beta2,
@@ -371,7 +371,7 @@ class Muon(SkipsSteps, Optimizer):
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
-            check_group(self._options, self.param_groups[-1])
+            check_group_algorithm(self._options, self.param_groups[-1])
             if self._engine is not None:
                 self.rebuild()
         except Exception:
@@ -410,7 +410,9 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         agreed = agreement.raise_on_all_ranks
-        agreed(lambda: check_groups(self.param_groups, self._options.split, partial(check_group, self._options)))
+        agreed(
+            lambda: check_groups(self.param_groups, self._options.split, partial(check_group_algorithm, self._options))
+        )
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = agreed(self._trained_params)

@@ -344,3 +344,21 @@ def test_the_architecture_page_has_every_file() -> None:
     """`python docs/make_architecture.py` updates the page."""
     page = make_architecture.PAGE.read_text(encoding="utf-8")
     assert page == make_architecture.written(page)
+
+
+WITH_SEVERAL_MEANINGS = {"DTYPES", "T", "Tensors", "main"}
+"""Names of several files: of dtypes, a type variable, an alias, and starts of commands."""
+
+
+def test_no_two_files_define_the_same_name() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in (path for path in LIBRARY if part(path) != "audit"):
+        for node in tree(path).body:
+            defined = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                defined = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            for word in (word for word in defined if not word.startswith("_")):
+                homes.setdefault(word, set()).add(name(path))
+    several = {word: sorted(files) for word, files in homes.items() if len(files) > 1}
+    assert several.keys() == WITH_SEVERAL_MEANINGS, several

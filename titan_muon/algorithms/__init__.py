@@ -69,7 +69,7 @@ def _choices(options: MuonOptions, groups: Sequence[Group]) -> list[str | tuple[
     return [choice_of(group.get("algorithm", options.algorithm)) for group in groups]
 
 
-def check_group(options: MuonOptions, group: Group) -> None:
+def check_group_algorithm(options: MuonOptions, group: Group) -> None:
     """Raise OptionError for hyperparameters without a meaning for the group's algorithm."""
     try:
         algorithm_of(options, [group]).check_group(group)

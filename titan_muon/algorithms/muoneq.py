@@ -12,7 +12,7 @@ from ..engine.step.muon import MuonAlgorithm
 if TYPE_CHECKING:
     from ..engine.step.views import Batch
 
-EPS = 1e-8
+NORM_EPS = 1e-8
 
 
 class MuonEq(MuonAlgorithm):
@@ -28,7 +28,7 @@ class MuonEq(MuonAlgorithm):
             wide, dims = part.whole.float(), [1 if part.transposed is inputs else 2 for inputs in self.over_inputs]
             # All of the matrix before a division.
             for length in [torch.linalg.vector_norm(wide, dim=dim, keepdim=True) for dim in dims]:
-                wide.div_(length.add_(EPS))
+                wide.div_(length.add_(NORM_EPS))
             part.whole.copy_(wide)
         # Negative: without an update.
         return torch.where(norms < 0, norms, batch.norms())

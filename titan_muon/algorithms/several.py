@@ -52,7 +52,7 @@ class ByParameter(Several):
         self._all[call.parts[0].parameter].after_return(call, params)
 
 
-STEPS: Mapping[str, str] = MappingProxyType(
+REPLACED_STEPS: Mapping[str, str] = MappingProxyType(
     {
         "before_gather": "the momentum",
         "orthogonalize": "the orthogonalization",
@@ -84,7 +84,9 @@ class Composed(Several):
         """The algorithm with methods of its own instead of Muon's, or else the first one."""
         own = [a for a in self._all if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
         if len(own) > 1:
-            problem = f"= {[*self.options.algorithms]}: two of these change {STEPS[methods[0]]}; take one of them"
+            problem = (
+                f"= {[*self.options.algorithms]}: two of these change {REPLACED_STEPS[methods[0]]}; take one of them"
+            )
             raise OptionError("algorithm", problem)
         return own[0] if own else self._all[0]
 

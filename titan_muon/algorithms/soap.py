@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..engine.step.views import Batch
 
 SIDES = "rows", "cols"
-FIRST_MOMENT, SECOND_MOMENT, STEPS = "soap_first_moment", "soap_second_moment", "soap_steps"
-EPS = 1e-8
+FIRST_MOMENT, SOAP_SECOND_MOMENT, STEPS = "soap_first_moment", "soap_second_moment", "soap_steps"
+ADAM_EPS = 1e-8
 RIDGE = 1e-3
 QR_COST = 10
 """Time of a FLOP of a QR decomposition over a product's. An assumption: no GPU has measured it."""
@@ -67,7 +67,7 @@ class Soap(MuonAlgorithm):
             *(StateSpec(gram(name), (side, side)) for name, side in sides),
             *(StateSpec(basis(name), (side, side), identity=True) for name, side in sides),
             StateSpec(FIRST_MOMENT, (rows, cols)),
-            StateSpec(SECOND_MOMENT, (rows, cols)),
+            StateSpec(SOAP_SECOND_MOMENT, (rows, cols)),
             StateSpec(STEPS, (1,)),
         )
 
@@ -137,13 +137,18 @@ class Soap(MuonAlgorithm):
 
     def adam(self, grad: Tensor, states: Mapping[str, Tensor], updated: Tensor, group: Group) -> Tensor:
         """The update of a (rows, cols) float32 gradient. Updates the moments; `updated` is 1.0, or 0.0 to keep them."""
-        first, second, beta1, beta2 = states[FIRST_MOMENT], states[SECOND_MOMENT], group["momentum"], self.options.beta2
+        first, second, beta1, beta2 = (
+            states[FIRST_MOMENT],
+            states[SOAP_SECOND_MOMENT],
+            group["momentum"],
+            self.options.beta2,
+        )
         first.lerp_(grad, (1 - beta1) * updated)
         second.lerp_(rotated(grad, states).square(), (1 - beta2) * updated)
         # At least one, so that a matrix that never had an update has no 0 / 0.
         steps = states[STEPS].add_(updated).clamp(min=1)
         ratio = rotated(first, states) / (1 - beta1**steps)
-        ratio.div_(second.div(1 - beta2**steps).sqrt_().add_(EPS))
+        ratio.div_(second.div(1 - beta2**steps).sqrt_().add_(ADAM_EPS))
         return rotated(ratio, states, back=True).mul_(updated)
 
     def factor(self, call: UpdateCall) -> float:

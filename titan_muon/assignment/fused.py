@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..options import Split
 
-Layout = tuple[str, dict[str, int | tuple[int, ...]]]
+FusedLayout = tuple[str, dict[str, int | tuple[int, ...]]]
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def fused_split(fqn: str, parameter: Tensor, owner: nn.Module, parent: nn.Module
     return None if layout is None else Split(match=fqn, dims=layout[0], lengths=layout[1])
 
 
-def _stack(name: str, shape: tuple[int, ...], owner: nn.Module) -> Layout | None:
+def _stack(name: str, shape: tuple[int, ...], owner: nn.Module) -> FusedLayout | None:
     """Gate and up in a tensor of three or four dims, and experts stored as (in, out)."""
     is_llama4 = any(kind.startswith("Llama4") for kind in class_names(owner))
     # Hugging Face's experts have attributes for the order, except for the older Llama 4.
@@ -48,7 +48,7 @@ def _stack(name: str, shape: tuple[int, ...], owner: nn.Module) -> Layout | None
     return None
 
 
-def _rows(name: str, shape: tuple[int, ...], owner: nn.Module, parent: Any) -> Layout | None:
+def _rows(name: str, shape: tuple[int, ...], owner: nn.Module, parent: Any) -> FusedLayout | None:
     """Matrices in one layer."""
     kinds, turned = class_names(parent), "Conv1D" in class_names(owner)
     match name, shape:
@@ -86,7 +86,7 @@ def _rows(name: str, shape: tuple[int, ...], owner: nn.Module, parent: Any) -> L
     return None
 
 
-def _falcon(parent: Any) -> Layout:
+def _falcon(parent: Any) -> FusedLayout:
     """q, k and v of each group of heads, or in blocks."""
     size, heads, groups = int(parent.head_dim), int(parent.num_heads), int(parent.num_kv_heads)
     if parent.new_decoder_architecture:

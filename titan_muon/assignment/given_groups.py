@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import registry
-from ..engine.state.groups import rows_of
+from ..engine.state.groups import coefficient_rows
 from ..engine.tensors.names import listed
 from ..engine.tensors.warning import warn
 from ..options import EXPERT, HYPERPARAMETERS, MuonOptions, OptionError, check
@@ -136,7 +136,7 @@ def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionError("adjust_lr", problem)
         values["adjust_lr_fn"] = ADJUST_LR[adjust_lr]
     values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
-    values["ns_coefficients"] = rows_of(values["ns_coefficients"])
+    values["ns_coefficients"] = coefficient_rows(values["ns_coefficients"])
     check(MuonOptions, values)
     return values
 

@@ -108,7 +108,7 @@ def parameter_groups(
             f"{listed(fused, 1)}: several matrices in a weight; pass "
             "Muon split=[a.split for a in assign(model, rules) if a.split and a.optimizer == 'muon']"
         )
-    groups = grouped(rules, {}, assigned, decay_vectors=decay_vectors)
+    groups = groups_of_parameters(rules, {}, assigned, decay_vectors=decay_vectors)
     return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}
 
 
@@ -151,7 +151,7 @@ def assigned_model(
     return assigned
 
 
-def grouped(
+def groups_of_parameters(
     rules: Sequence[Rule],
     tables: Mapping[str, Mapping[str, Any]],
     assigned: Sequence[Assignment],

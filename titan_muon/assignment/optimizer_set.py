@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .. import registry
 from ..engine.tensors.matrices import check_splits, has_matrices, split_hint
 from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Rule, Split
-from .groups import ParamGroup, assigned_model, frozen_in, grouped, named_parameters_of
+from .groups import ParamGroup, assigned_model, frozen_in, groups_of_parameters, named_parameters_of
 from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, splits_with
 
@@ -101,7 +101,7 @@ def build_optimizers(
     assigned = assigned_model(known, rules, router, frozen, is_part=is_part)
     _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
     groups: dict[str, tuple[ParamGroup, ...]] = {}
-    for name, whole_groups in grouped(rules, tables, assigned, decay_vectors=decay_vectors).items():
+    for name, whole_groups in groups_of_parameters(rules, tables, assigned, decay_vectors=decay_vectors).items():
         _check_offload(offload, name)
         groups[name] = tuple(replace(g, names=tuple(n for n in g.names if n in parameters)) for g in whole_groups)
     if is_part:

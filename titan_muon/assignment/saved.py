@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.state.saved import Groups, is_muons, renamed
+from ..engine.state.saved import ParamGroups, is_muons, renamed
 from ..engine.tensors.names import canonical_fqn, listed, named_parameters
 from ..engine.tensors.warning import warn
 
 
-def regrouped(saved: Groups, groups: Groups) -> list[dict[str, Any]]:
+def regrouped(saved: ParamGroups, groups: ParamGroups) -> list[dict[str, Any]]:
     """The `saved` groups with the parameters of `groups`, so that groups may be cut differently.
 
     A hyperparameter that is missing, or was saved with several values for the parameters of a group, keeps the group's
@@ -48,7 +48,7 @@ def regrouped(saved: Groups, groups: Groups) -> list[dict[str, Any]]:
     return result
 
 
-def of_adamw(saved: Groups, groups: Groups, orders: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def of_adamw(saved: ParamGroups, groups: ParamGroups, orders: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The groups of AdamW with the places of their parameters in a state dict of torch.optim.AdamW.
 
     Hyperparameters stay those of `groups`. `orders`: names in orders that a single group without names may have.
@@ -79,7 +79,7 @@ def of_adamw(saved: Groups, groups: Groups, orders: Sequence[Sequence[str]]) -> 
     return [{**group, "params": [places.get(fqn, fqn) for fqn in group["param_names"]]} for group in mine]
 
 
-def _check_same_parameters(sources: Mapping[str, tuple[Mapping[str, Any], Any]], groups: Groups) -> None:
+def _check_same_parameters(sources: Mapping[str, tuple[Mapping[str, Any], Any]], groups: ParamGroups) -> None:
     mine = {fqn: (group["optimizer"], p) for group in groups for fqn, p in named_parameters([group])}
     for fqn, (optimizer, parameter) in mine.items():
         other = sources[fqn][0]["optimizer"] if fqn in sources else "no optimizer"

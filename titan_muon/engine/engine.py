@@ -31,10 +31,10 @@ from .state.groups import iteration_changed, iteration_of
 from .state.states import MatrixStates, kept_by
 from .step.algorithm import Algorithm, PlanContext, work_of
 from .step.context import StepContext, methods_of
-from .step.feature import BuiltStep, FeaturesOf, LateUpdates, check_parts, check_travels
+from .step.feature import BuiltStep, FeaturesOf, check_parts, check_travels
 from .step.gradients import ITERATION_KEYS, StepGradients, checked_inputs
 from .step.muon import highest_rate
-from .step.step import trace_range
+from .step.step import LateUpdates, trace_range
 from .tensors.dtensor import is_host, mesh_axes, on_device, storage_device
 from .tensors.matrices import planned
 from .tensors.names import listed

@@ -37,7 +37,7 @@ from .program.phases import buffer_bytes
 ROUND_BYTES = 64 * 2**20
 """Bytes of a rank in a round."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 8
-BUFFER_SETS = 3
+ROUNDS_IN_FLIGHT = 3
 
 
 def plan_by_rule(request: PlanRequest) -> Plan:
@@ -48,17 +48,17 @@ def plan_by_rule(request: PlanRequest) -> Plan:
     pieces, exchange = Pieces(matrices, geometries), str(options.exchange)
     if exchange == "all_to_all" and has_replicas(tasks, groups, pieces):
         exchange = "hierarchical"
-    owners = balanced(tasks, groups, load) if PATTERNS[exchange].has_owners else None
+    owners = longest_first(tasks, groups, load) if PATTERNS[exchange].has_owners else None
     rounds = rounds_of(tasks, groups, owners, in_model_order=options.overlap == "forward")
     buckets = buckets_of(exchange, rounds, owners, groups, pieces, works)
     buckets = tuple(in_order(bucket, pieces, {}) for bucket in buckets)
     _check_buffers(buckets, pieces, works, options)
     reasons = ("owners and rounds by a fixed rule (planner = 'rule')", *separate_reasons(request.parameters))
-    sets = min(BUFFER_SETS, max(1, len(rounds)))
+    sets = min(ROUNDS_IN_FLIGHT, max(1, len(rounds)))
     return Plan(tuple(request.parameters), matrices, local, buckets, sets, works, "; ".join(reasons))
 
 
-def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+def longest_first(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """The owner of each task, on top of each rank's local FLOPs."""
     flops, held, owners = dict(load), dict[int, int](), OwnerOf()
     for index, group_tasks in by_group(tasks, groups):
@@ -100,7 +100,7 @@ def _check_buffers(buckets: Sequence[Bucket], pieces: Pieces, works: Sequence[Wo
         wire_bytes = works[pieces.matrices[bucket.matrices[0]].work].wire_bytes
         for rank, totals in PATTERNS[bucket.exchange].totals(bucket, pieces).items():
             by_rank.setdefault(rank, []).append((bucket.round, wire_bytes, totals.buffers))
-    most = max((buffer_bytes(held, BUFFER_SETS) for held in by_rank.values()), default=0)
+    most = max((buffer_bytes(held, ROUNDS_IN_FLIGHT) for held in by_rank.values()), default=0)
     if most > options.buffer_bytes:
         problem = f"= {options.buffer_gib:.3g} is too small for planner = 'rule', whose buffers take {most / 2**30:.3g}"
         raise OptionError("buffer_gib", f"{problem} GiB; raise it, or set planner = 'search'")

@@ -27,8 +27,8 @@ from ..engine.tensors.storage import STEP
 from ..options import OptionError
 
 SCALES = "momentum_scale"
-BLOCK = 64
-LARGEST = 127
+SCALE_BLOCK = 64
+LARGEST_NUMBER = 127
 MARGIN = 2.0**-10
 """Draws are from MARGIN to 1 - MARGIN, so that encoding does not change a decoded number."""
 
@@ -42,7 +42,7 @@ def _cut_blocks(tensor: Tensor, planned: Parameter) -> str:
     columns = tensor.shape[-1]
     if planned.stack.interleaved:
         return f"{planned.fqn} has matrices that share rows"
-    if (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (BLOCK * cut):
+    if (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (SCALE_BLOCK * cut):
         return f"{planned.fqn} has {columns} columns on {cut} ranks, which cut blocks"
     return ""
 
@@ -85,15 +85,15 @@ def new_scales(parameter: Tensor) -> Tensor:
 
 
 def _in_blocks(shape: torch.Size) -> tuple[int, ...]:
-    return *shape[:-1], -(-shape[-1] // BLOCK)
+    return *shape[:-1], -(-shape[-1] // SCALE_BLOCK)
 
 
 def decoded(numbers: Tensor, scales: Tensor) -> Tensor:
     """Float32 momentum (rows, cols): a view of whole blocks, from int8 numbers and scales (rows, blocks)."""
     rows, cols = numbers.shape
-    wide = torch.zeros(rows, scales.size(1) * BLOCK, dtype=torch.float32, device=numbers.device)
+    wide = torch.zeros(rows, scales.size(1) * SCALE_BLOCK, dtype=torch.float32, device=numbers.device)
     wide[:, :cols] = numbers
-    wide.view(rows, -1, BLOCK).mul_(scales[:, :, None])
+    wide.view(rows, -1, SCALE_BLOCK).mul_(scales[:, :, None])
     return wide[:, :cols]
 
 
@@ -103,12 +103,12 @@ def encode(momentum: Tensor, numbers: Tensor, scales: Tensor, key: int, step: in
     `key`: hash of the parameter and the place of `momentum` in the shard.
     """
     rows, cols = numbers.shape
-    wide = momentum.as_strided((rows, scales.size(1), BLOCK), (momentum.stride(0), BLOCK, 1))
+    wide = momentum.as_strided((rows, scales.size(1), SCALE_BLOCK), (momentum.stride(0), SCALE_BLOCK, 1))
     wide.nan_to_num_(0.0, 0.0, 0.0)
     torch.amax(wide.abs(), dim=2, out=scales)
-    scales.div_(LARGEST)
+    scales.div_(LARGEST_NUMBER)
     wide.div_(torch.where(scales > 0, scales, 1.0)[:, :, None])
-    wide.add_(draws(wide.shape, key, step, wide.device)).floor_().clamp_(-LARGEST, LARGEST)
+    wide.add_(draws(wide.shape, key, step, wide.device)).floor_().clamp_(-LARGEST_NUMBER, LARGEST_NUMBER)
     numbers.copy_(wide.view(rows, -1)[:, :cols])
 
 
@@ -132,7 +132,7 @@ class EightBitFeature(Feature):
                 raise OptionError(name, problem)
         for (_, tensor), planned in zip(context.named, context.parameters, strict=True):
             if problem := _cut_blocks(tensor, planned):
-                text = f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
+                text = f"= 'int8' has a scale for {SCALE_BLOCK} columns of a row, and {problem}; set 'bfloat16'"
                 raise OptionError("state_dtype", text)
 
     def decorate(self, parts: BuiltStep) -> None:

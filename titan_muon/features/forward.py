@@ -21,7 +21,7 @@ from ..engine.step.context import StepContext
 from ..engine.step.feature import Feature
 from ..engine.step.foreach import without_parameters
 from ..engine.step.gradients import StepGradients
-from ..engine.step.step import Bucket, MuonStep
+from ..engine.step.step import MuonStep, SuspendedBucket
 from ..engine.step.views import BucketViews
 from ..options import OptionError
 
@@ -33,7 +33,7 @@ class Suspended:
     views: BucketViews
     updates: list[Any]
     params: frozenset[Tensor]
-    bucket: Bucket
+    bucket: SuspendedBucket
     rank: StepContext
 
 
@@ -72,7 +72,7 @@ class ForwardUpdates:
                 "titan_muon.apply_in_forward(model, optimizer) once, before the first step, or set 'none'",
             )
 
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket:
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> SuspendedBucket:
         """The bucket, before Act.GATHER."""
         if views.index in self._late:
             updates = [call.with_current_group() for call in views.updates]
@@ -80,7 +80,7 @@ class ForwardUpdates:
             self._starting[views.index] = views, updates
         return muon.bucket(views, gradients)
 
-    def keeps(self, index: int, running: dict[int, Bucket]) -> bool:
+    def keeps(self, index: int, running: dict[int, SuspendedBucket]) -> bool:
         """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
         if index not in self._late:
             return False

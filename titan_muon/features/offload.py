@@ -110,7 +110,7 @@ class Window:
 
 
 Name = Literal["param", "momentum", "grad"]
-Key = tuple[Name, int, int]
+SlotKey = tuple[Name, int, int]
 """Kind of tensor, parameter, first row."""
 Names = tuple[Name, ...]
 HOST_TENSORS: Mapping[Offload, Mapping[Fetch, tuple[Names, Names]]] = {
@@ -134,14 +134,14 @@ class Transfer:
     fetch: Fetch
     bucket: int
     rows: tuple[Rectangle, ...]
-    slot: Mapping[Key, Tensor]
+    slot: Mapping[SlotKey, Tensor]
 
 
 @dataclass(frozen=True)
 class HostMomentumCall(MomentumCall):
     """A call with gradients on the host. `slot`: of the transfer."""
 
-    slot: Mapping[Key, Tensor]
+    slot: Mapping[SlotKey, Tensor]
 
     def grads(self, gradients: StepGradients) -> list[Tensor]:
         return [_view(self.slot, "grad", part) for part in self.parts]
@@ -157,7 +157,7 @@ class HostOffload:
         self._grad_dtypes = [torch.float32 if dtype is None else dtype for dtype in dtypes]
         self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
         uses = [(FETCHES[act], index) for act, index in rank.program.acts if FETCHES.get(act) in self._kinds]
-        rows = [rows_of(views[i].gathers if fetch == "gather" else views[i].updates) for fetch, i in uses]
+        rows = [rows_used(views[i].gathers if fetch == "gather" else views[i].updates) for fetch, i in uses]
         places = [
             [(name, part) for names in self._kinds[fetch] for name in names for part in parts]
             for (fetch, _), parts in zip(uses, rows, strict=True)
@@ -226,17 +226,17 @@ class HostOffload:
         self.window.synchronize()
 
 
-def rows_of(calls: Iterable[MomentumCall | UpdateCall]) -> tuple[Rectangle, ...]:
+def rows_used(calls: Iterable[MomentumCall | UpdateCall]) -> tuple[Rectangle, ...]:
     """The rows of these calls. Rectangles side by side share one range."""
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())
 
 
-def _slot(place: Iterable[tuple[Name, Rectangle]], views: Iterable[Tensor]) -> dict[Key, Tensor]:
+def _slot(place: Iterable[tuple[Name, Rectangle]], views: Iterable[Tensor]) -> dict[SlotKey, Tensor]:
     return {(name, part.parameter, part.start): view for (name, part), view in zip(place, views, strict=True)}
 
 
-def _view(slot: Mapping[Key, Tensor], name: Name, part: Rectangle) -> Tensor:
+def _view(slot: Mapping[SlotKey, Tensor], name: Name, part: Rectangle) -> Tensor:
     rows = slot[name, part.parameter, part.start]
     return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 

@@ -18,7 +18,7 @@ from ..assignment.groups import assign
 from ..engine.tensors.names import canonical_fqn
 from ..options import Machine
 from ..owned import Owners, own
-from ..owned.private import flattened
+from ..owned.private import flat_mesh
 from .preview import Preview, preview
 
 
@@ -65,7 +65,7 @@ def plan_config(
             muon = [a for a in assign(model) if a.optimizer == "muon" and named[a.fqn] in inside]
             matrices = [a for a in muon if len(a.shape) == 2]
             splits = [a.split for a in matrices if a.split is not None]
-            joint = flattened(mesh) if replicas > 1 else mesh
+            joint = flat_mesh(mesh) if replicas > 1 else mesh
             owners = Owners(model, mesh=joint, params=[named[a.fqn] for a in matrices], split=splits)
         for layer in layers:
             is_owned = owners is not None and bool(owners.within(layer))

@@ -17,7 +17,7 @@ from ..engine.layout.types import Plan
 from ..engine.state.states import state_bytes
 from ..engine.step.algorithm import Algorithm
 from ..engine.tensors.dtensor import local
-from ..features.eight_bit import BLOCK
+from ..features.eight_bit import SCALE_BLOCK
 from ..features.offload import TRANSFERS_AT_ONCE
 from ..muon import Muon
 from ..options import MuonOptions, Offload
@@ -187,7 +187,7 @@ def _elements(parameter: Tensor, owner: int) -> int:
 def momentum_bytes(elements: int, state_dtype: str) -> int:
     """Bytes of the momentum, with the scales of whole blocks."""
     if state_dtype == "int8":
-        return elements + 4 * -(-elements // BLOCK)
+        return elements + 4 * -(-elements // SCALE_BLOCK)
     return elements * int(getattr(torch, state_dtype).itemsize)
 
 

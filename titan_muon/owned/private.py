@@ -61,7 +61,7 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([outer, inner])
 
 
-def flattened(mesh: DeviceMesh) -> DeviceMesh:
+def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks on a single axis, with a process group; collective over the root mesh."""
     return mesh._flatten()
 

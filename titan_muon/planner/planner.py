@@ -12,8 +12,8 @@ from ..engine.layout.work import (
     ROUNDING_BYTES,
     WIDE_BYTES,
     Elements,
+    ElementTraffic,
     ElementwiseCost,
-    Traffic,
     Work,
     WorkOf,
     chunk_bytes,
@@ -23,7 +23,7 @@ from ..engine.program.patterns import PATTERNS
 from ..options import MuonOptions, OptionError
 from .machine import MachineRates, machine_of
 from .owners import Problem, make_problem, with_state_ranks
-from .search import CandidatePlan, fastest
+from .search import CandidatePlan, fastest_plan
 from .walk import Costs
 
 MUST_SAVE = 0.03
@@ -96,7 +96,7 @@ def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
     found, faults = list[tuple[float, Problem, CandidatePlan]](), list[OptionError]()
     for variant, must_save in _variants(problem):
         try:
-            best = fastest(variant)
+            best = fastest_plan(variant)
         except OptionError as fault:
             faults.append(fault)
         else:
@@ -134,7 +134,7 @@ def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     state_bytes, traffics, on_cpu = (
         2 if options.state_dtype == "bfloat16" else 4,
-        list[Traffic](),
+        list[ElementTraffic](),
         elements.device == "cpu",
     )
     advance, apply, drawn = [0], [0], False
@@ -177,7 +177,7 @@ def traffic(
     cautious: bool,
     fused: bool = False,
     device: str = "cuda",
-) -> Traffic:
+) -> ElementTraffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
     Counts the operators of `engine/step/muon.py` and `engine/step/rounding.py`, without caches;
@@ -186,7 +186,7 @@ def traffic(
     """
     if fused:
         # Each tensor once.
-        return Traffic(2 * state + element + wire, 1, 2 * element + wire, 1)
+        return ElementTraffic(2 * state + element + wire, 1, 2 * element + wire, 1)
     # lerp in the wider dtype, another for Nesterov, and packing.
     wide = max(element, state)
     advance, launches = 7 * wide + wire, 3
@@ -196,7 +196,7 @@ def traffic(
         advance, launches = advance + 2 * (state + wide), launches + 2
     if stochastic:
         # Weights and updates in float32, a hash of each element, and the way back.
-        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
+        return ElementTraffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
     # Decay, updates in the dtype of wider weights, and the sum.
     apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
     if cautious:
@@ -204,4 +204,4 @@ def traffic(
     if device == "cpu" and element == wire == 2:
         # `add_scaled` converts what it adds to float32.
         apply, apply_launches = apply + 8 * (1 + cautious), apply_launches + 1 + cautious
-    return Traffic(advance, launches, apply, apply_launches)
+    return ElementTraffic(advance, launches, apply, apply_launches)

@@ -184,7 +184,7 @@ class Strategy:
     owners: int = 0
 
 
-def fastest(problem: Problem) -> CandidatePlan:
+def fastest_plan(problem: Problem) -> CandidatePlan:
     """The best candidate. Raises OptionError if `buffer_gib` is too small for all."""
     search = _Search(problem)
     # Hidden communication may save less than uneven rounds cost.

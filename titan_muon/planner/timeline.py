@@ -128,7 +128,7 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     )
 
 
-def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
+def stage_spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
     """The spans of every rank in the modelled step, by start."""
     cost, hidden = _with_overlap(plan, machine, overlap)
     result: list[StageSpan] = []

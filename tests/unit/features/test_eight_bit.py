@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from titan_muon import Muon
-from titan_muon.features.eight_bit import BLOCK, decoded, encode
+from titan_muon.features.eight_bit import SCALE_BLOCK, decoded, encode
 
 
 def encoded(momentum: Tensor, step: int = 0, key: int = 7) -> tuple[Tensor, Tensor]:
     rows, cols = momentum.shape
-    wide = torch.zeros(rows, -(-cols // BLOCK) * BLOCK)
+    wide = torch.zeros(rows, -(-cols // SCALE_BLOCK) * SCALE_BLOCK)
     wide[:, :cols] = momentum
-    numbers, scales = torch.zeros(rows, cols, dtype=torch.int8), torch.zeros(rows, -(-cols // BLOCK))
+    numbers, scales = torch.zeros(rows, cols, dtype=torch.int8), torch.zeros(rows, -(-cols // SCALE_BLOCK))
     encode(wide[:, :cols], numbers, scales, key, step)
     return numbers, scales
 
@@ -28,7 +28,7 @@ def test_the_error_of_an_element_is_below_the_scale_of_the_block(cols: int) -> N
     momentum = drawn(5, cols) * torch.logspace(-8, 3, 5)[:, None]
     numbers, scales = encoded(momentum)
     error = (decoded(numbers, scales) - momentum).abs()
-    assert (error <= scales.repeat_interleave(BLOCK, 1)[:, :cols]).all()
+    assert (error <= scales.repeat_interleave(SCALE_BLOCK, 1)[:, :cols]).all()
     assert numbers.abs().amax() == 127
 
 

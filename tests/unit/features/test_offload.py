@@ -10,7 +10,7 @@ from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon.engine.step.foreach import MomentumCall, Rectangle
-from titan_muon.features.offload import HostOffload, rows_of
+from titan_muon.features.offload import HostOffload, rows_used
 
 __all__ = ["stream_order"]
 
@@ -21,7 +21,7 @@ WHOLE, ROWS = Rectangle(1, None), Rectangle(2, slice(1, 3))
 
 def test_adjacent_rectangles_are_loaded_as_rows() -> None:
     call = MomentumCall({}, (LEFT, RIGHT, WHOLE, ROWS), (), ())
-    assert rows_of([call]) == (Rectangle(0, slice(2, 5)), WHOLE, ROWS)
+    assert rows_used([call]) == (Rectangle(0, slice(2, 5)), WHOLE, ROWS)
 
 
 def trained(offload: str, missing: tuple[str, ...], **options: Any) -> tuple[Muon, list[Tensor]]:

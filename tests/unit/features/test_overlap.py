@@ -8,7 +8,7 @@ import torch
 from tests.machines import rates
 from tests.unit.plans import plan_of
 from titan_muon.engine.layout.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
-from titan_muon.engine.step.step import Bucket
+from titan_muon.engine.step.step import SuspendedBucket
 from titan_muon.engine.step.views import BucketViews
 from titan_muon.features.forward import ForwardUpdates
 from titan_muon.options import Overlap
@@ -62,7 +62,7 @@ def test_a_step_is_not_slower_with_hidden_returns() -> None:
 
 
 def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first_other_bucket() -> None:
-    rank, overlap, running = Mock(device=torch.device("cpu")), ForwardUpdates(), dict[int, Bucket]()
+    rank, overlap, running = Mock(device=torch.device("cpu")), ForwardUpdates(), dict[int, SuspendedBucket]()
     rank.params, rank.program.late = [Mock(param=torch.ones(1))], frozenset({0, 1})
     rank.parameters_of = {0: [], 1: [0]}.__getitem__
     overlap.attach(rank)

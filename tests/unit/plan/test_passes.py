@@ -16,7 +16,7 @@ from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
 from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Mesh, Replicate, Shard
-from titan_muon.engine.layout.work import ElementKind, Elements, Traffic
+from titan_muon.engine.layout.work import ElementKind, Elements, ElementTraffic
 from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
@@ -119,7 +119,7 @@ def test_counted_messages_equal_the_programs_messages(mesh: Mesh, rows: int, pla
 
 def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise ranks plan differently, because the order of dtypes differs between processes."""
-    sums = {2: Traffic(30, 1, 86, 1), 4: Traffic(32, 1, 84, 1)}
+    sums = {2: ElementTraffic(30, 1, 86, 1), 4: ElementTraffic(32, 1, 84, 1)}
     monkeypatch.setattr("titan_muon.planner.planner.traffic", lambda size, state, wire, **_: sums[wire])
     kinds = tuple(ElementKind(4, wire, False) for wire in sums)
     costs = {passes_of(Elements(order), MuonOptions()) for order in (kinds, kinds[::-1])}

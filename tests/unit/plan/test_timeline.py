@@ -25,7 +25,7 @@ from titan_muon.planner.machine import (
     planning_machine,
 )
 from titan_muon.planner.search import CandidatePlan
-from titan_muon.planner.timeline import LOCAL, spans, timeline
+from titan_muon.planner.timeline import LOCAL, stage_spans, timeline
 from titan_muon.planner.walk import Costs
 
 # A single resource takes time, so that expected times are simple.
@@ -197,7 +197,7 @@ def test_a_file_and_ranks_per_node_override_the_named_machine() -> None:
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 def test_spans_end_with_the_step_and_computing_spans_do_not_overlap(ranks: int) -> None:
     plan = plan_of(parameters(7, ranks), machine=rates())
-    drawn, played = spans(plan, MACHINES["h100x8"]), timeline(plan, MACHINES["h100x8"])
+    drawn, played = stage_spans(plan, MACHINES["h100x8"]), timeline(plan, MACHINES["h100x8"])
     computing: dict[int, list[tuple[float, float]]] = defaultdict(list)
     newton: dict[int, float] = defaultdict(float)
     for span in drawn:

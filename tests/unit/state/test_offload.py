@@ -15,7 +15,7 @@ from tests.shared import equal
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon import adamw as batched
-from titan_muon.engine.step.foreach import ALIGNMENT
+from titan_muon.engine.step.foreach import SLOT_ALIGNMENT
 from titan_muon.features.offload import TRANSFERS_AT_ONCE, Copied, Window
 
 __all__ = ["stream_order"]
@@ -32,7 +32,7 @@ def opened(count: int = 5) -> tuple[Window, list[list[Copied]]]:
         for i in range(count)
     ]
     slots, on_device = window.slots(hosts)
-    assert [slot.nbytes for slot in slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
+    assert [slot.nbytes for slot in slots] == [3 * SLOT_ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
     return window, [list(map(Copied, *pair, (True, True, False))) for pair in zip(on_device, hosts, strict=True)]
 
 

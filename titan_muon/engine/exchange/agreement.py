@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..layout.intervals import Ranks
 from ..tensors.process_groups import (
     backends,
     default_store,
@@ -28,7 +29,6 @@ PATIENCE = 2.0
 """Seconds to wait for other ranks' places after a failed collective."""
 
 T = TypeVar("T")
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)

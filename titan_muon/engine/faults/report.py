@@ -26,7 +26,7 @@ NO_SIZE = -(2**30)
 """Size of a missing gradient."""
 UNIT = 2**16
 """Sizes are base-2 logarithms, times this factor."""
-LARGEST = 1000
+NOT_FINITE_SIZE = 1000
 """Logarithm of a non-finite norm."""
 TOLERANCE = 2**6
 """Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
@@ -172,7 +172,7 @@ class FaultReport:
             return
         held = [grad for parameter in self._replicas if (grad := grads[parameter]) is not None]
         norms = torch.stack(torch._foreach_norm(held, 2, dtype=norm_dtype(held)))
-        sizes = norms.log2().nan_to_num(LARGEST, LARGEST, -LARGEST).mul(UNIT).round().int()
+        sizes = norms.log2().nan_to_num(NOT_FINITE_SIZE, NOT_FINITE_SIZE, -NOT_FINITE_SIZE).mul(UNIT).round().int()
         pairs = torch.stack((sizes, -sizes))
         if len(present) == len(self._replicas):
             self._sizes.copy_(pairs)

@@ -35,7 +35,7 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
     return tuple(joined)
 
 
-def select(intervals: Intervals, start: int, stop: int) -> Intervals:
+def cut_out(intervals: Intervals, start: int, stop: int) -> Intervals:
     """Indices number `start` to `stop` of the listed indices."""
     selected, seen = [], 0
     for interval in intervals:
@@ -51,12 +51,12 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
     # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
-        return select(intervals, *chunk(length, count, index))
+        return cut_out(intervals, *chunk(length, count, index))
     kept: list[Interval] = []
     for part in range(placement.split_factor):
         outer = chunk(length, placement.split_factor, part)
         inner = chunk(outer.stop - outer.start, count, index)
-        kept += select(intervals, outer.start + inner.start, outer.start + inner.stop)
+        kept += cut_out(intervals, outer.start + inner.start, outer.start + inner.stop)
     return merged(kept)
 
 

@@ -86,7 +86,7 @@ GPU = MethodRates("a GPU", {"bfloat16": 650e12, "float16": 650e12, "float32": 50
 """A GPU without a named machine: an H100."""
 
 
-class Traffic(NamedTuple):
+class ElementTraffic(NamedTuple):
     """Bytes read and written for an element of a stored piece, and operators of a call.
 
     `advance`: advance the momentum and pack. `apply`: decay and update.
@@ -98,7 +98,7 @@ class Traffic(NamedTuple):
     apply_launches: int
 
 
-FLOAT32_TRAFFIC = Traffic(30, 3, 26, 3)
+FLOAT32_TRAFFIC = ElementTraffic(30, 3, 26, 3)
 """Of float32 weights and momentum with bfloat16 in transit."""
 
 
@@ -115,7 +115,7 @@ class ElementwiseCost:
     apply_elements: int = 2**23
     apply_bytes: int = 4
     finish_bytes: int = 0
-    traffic: Traffic = FLOAT32_TRAFFIC
+    traffic: ElementTraffic = FLOAT32_TRAFFIC
 
 
 FLOAT32_COST = ElementwiseCost()

@@ -10,13 +10,13 @@ from itertools import zip_longest
 
 from ..layout.types import Bucket, Piece
 
-ALIGNMENT = 64
+ALIGNED_ELEMENTS = 64
 """Alignment in elements, because collectives need aligned memory."""
 
 
 def aligned(elements: int) -> int:
     """Elements with padding."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+    return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
 def buffer_bytes(buckets: Iterable[tuple[int, int, Sequence[int]]], buffer_sets: int) -> int:

@@ -127,7 +127,7 @@ def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
     else:
         result["param_names"] = [canonical_fqn(name) for name in result["param_names"]]
     if "ns_coefficients" in result:
-        result["ns_coefficients"] = rows_of(result["ns_coefficients"])
+        result["ns_coefficients"] = coefficient_rows(result["ns_coefficients"])
     return {**result, "params": params}
 
 
@@ -139,7 +139,7 @@ def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
     return [f"{group}.{index}" for index in range(len(params))]
 
 
-def rows_of(ns_coefficients: Any) -> Any:
+def coefficient_rows(ns_coefficients: Any) -> Any:
     """Coefficients with a single (a, b, c), as in torch.optim.Muon, as a row."""
     flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
     if flat and len(ns_coefficients) == 3 and all(isinstance(number, int | float) for number in ns_coefficients):

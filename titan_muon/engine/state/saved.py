@@ -15,9 +15,9 @@ from ...options import HYPERPARAMETERS
 from ..tensors.dtensor import held_indices, local
 from ..tensors.storage import STEP, placement_key
 from ..tensors.warning import warn
-from .groups import check_group, rows_of
+from .groups import check_group, coefficient_rows
 
-Groups = Sequence[Mapping[str, Any]]
+ParamGroups = Sequence[Mapping[str, Any]]
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterato
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
 
 
-def completed(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+def completed(state_dict: Mapping[str, Any], groups: ParamGroups) -> dict[str, Any]:
     """A state dict of Muon or torch.optim.Muon, with today's names, and with current values of newer options.
 
     Raises ValueError without groups or state.
@@ -65,7 +65,7 @@ def is_muons(group: Mapping[str, Any]) -> bool:
 
 def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group with `adjust_lr_fn` for the earlier `lr_scale`, and with coefficients by step."""
-    result = {**group, "ns_coefficients": rows_of(group["ns_coefficients"])}
+    result = {**group, "ns_coefficients": coefficient_rows(group["ns_coefficients"])}
     if "adjust_lr_fn" not in group and "lr_scale" in group:
         # Beside `adjust_lr_fn`, `lr_scale` is a key of another library.
         earlier = result.pop("lr_scale")
@@ -73,7 +73,7 @@ def renamed(group: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def check_saved_groups(groups: Groups, saved: Groups) -> None:
+def check_saved_groups(groups: ParamGroups, saved: ParamGroups) -> None:
     """Raise ValueError for groups with different hyperparameters or parameters."""
     if len(saved) != len(groups):
         raise ValueError(f"the state dict has {len(saved)} parameter groups, and this Muon {len(groups)}")
@@ -90,7 +90,7 @@ def check_saved_groups(groups: Groups, saved: Groups) -> None:
 
 
 def saved_states(
-    groups: Groups, state_dict: Mapping[str, Any], current: Mapping[Tensor, Mapping[str, Any]]
+    groups: ParamGroups, state_dict: Mapping[str, Any], current: Mapping[Tensor, Mapping[str, Any]]
 ) -> Iterator[tuple[Any, Tensor, dict[str, Tensor]]]:
     """(key in the state dict, trained parameter, saved tensors). `current`: the states by parameter.
 
@@ -104,7 +104,9 @@ def saved_states(
                 yield key, parameter, checked_state(fqn, current[parameter], states, parameter)
 
 
-def check_frozen(groups: Groups, state_dict: Mapping[str, Any], gathered: Callable[[Any], Mapping[int, Any]]) -> None:
+def check_frozen(
+    groups: ParamGroups, state_dict: Mapping[str, Any], gathered: Callable[[Any], Mapping[int, Any]]
+) -> None:
     """Raise ValueError on every rank for a frozen parameter whose states only some ranks would load.
 
     The next checkpoint could not be saved. `gathered`: a value of all ranks, by rank; collective.

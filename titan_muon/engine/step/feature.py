@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ...options import MuonOptions, OptionError
 from ..layout.types import Plan
 from ..state.states import MatrixStates
 from .algorithm import Algorithm, PlanContext
 from .context import StepContext
-from .step import Hook, MuonStep, Offload, Overlap, UpdateMask
+from .step import Hook, HostTensors, LateUpdates, MuonStep, UpdateMask
 from .views import build_views
-
-
-class LateUpdates(Overlap, Protocol):
-    """An overlap between steps. `holds_memory`: whether buffers are in use between steps."""
-
-    @property
-    def holds_memory(self) -> bool: ...
-    def attach(self, rank: StepContext) -> None: ...
-    def ready(self) -> None: ...
-    def finish(self) -> None: ...
-
-
-class HostTensors(Offload, Protocol):
-    """Tensors on the host between steps."""
-
-    def synchronize(self) -> None: ...
 
 
 class Feature:

@@ -24,7 +24,7 @@ from ..tensors.storage import Storage
 from .context import StepContext
 from .rounding import RoundedTogether, chunk_of, draw_key, memory_bytes
 
-ALIGNMENT = 64
+SLOT_ALIGNMENT = 64
 """Bytes, for different dtypes and vectorized kernels."""
 CPU_BYTES = 2**15
 """Limit for several tensors in a call on a CPU: the L1 cache."""
@@ -197,7 +197,7 @@ def momentum_calls(pieces: Iterable[BufferPiece], rank: StepContext) -> tuple[Mo
         for piece in pieces
         for part, view, _ in _rectangles(piece, rank)
     ]
-    calls = grouped(
+    calls = batched_by_kind(
         placed,
         lambda item: (numbers[item[0].parameter], item[2].dtype, item[1] is None),
         call_bytes(rank.device.type),
@@ -223,7 +223,7 @@ def update_calls(pieces: Iterable[BufferPiece], rank: StepContext, scratch: Tens
         for piece in pieces
         for part, view, first in _rectangles(piece, rank, draws=draws)
     ]
-    calls = grouped(
+    calls = batched_by_kind(
         placed,
         lambda item: (numbers[item[0].parameter], out_in(item[0].matrix), item[2].dtype),
         call_bytes(rank.device.type),
@@ -250,7 +250,7 @@ def _rectangles(
     element_bytes = WIDE_BYTES if draws is None else ROUNDING_BYTES if drawn else param.element_size()
     key = draw_key(rank.plan.parameters[matrix.parameter].fqn, matrix.index) if drawn else 0
     # Rectangles with the same rows get the same height.
-    most = max(1, (chunk_bytes(rank.device.type) // element_bytes - ALIGNMENT) // max(1, param.size(1)))
+    most = max(1, (chunk_bytes(rank.device.type) // element_bytes - SLOT_ALIGNMENT) // max(1, param.size(1)))
     for span in piece.spans:
         whole = rectangle_of(matrix.parameter, span, param)._replace(matrix=piece.matrix)
         view = None if piece.view is None else piece.view[span.piece]
@@ -280,7 +280,7 @@ def _update_call(
 
 def slot_bytes(tensor: Tensor) -> int:
     """Bytes with alignment."""
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-tensor.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -304,7 +304,7 @@ def group_numbers(rank: StepContext) -> list[int]:
 T = TypeVar("T")
 
 
-def grouped(
+def batched_by_kind(
     items: Iterable[T], kind: Callable[[T], Hashable], limit: float, bytes_of: Callable[[T], int]
 ) -> Iterator[list[T]]:
     """Lists of items of one kind, of at most `limit` bytes or a single item."""

@@ -102,8 +102,8 @@ def update_momentum(momentum: Tensors, grads: Tensors, packed: Tensors, decay: f
     as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype.
     """
     wide = torch.promote_types(momentum[0].dtype, grads[0].dtype)
-    wide_grads = grads if grads[0].dtype == wide else converted(grads, wide)
-    updated = momentum if momentum[0].dtype == wide else converted(momentum, wide)
+    wide_grads = grads if grads[0].dtype == wide else in_dtype(grads, wide)
+    updated = momentum if momentum[0].dtype == wide else in_dtype(momentum, wide)
     torch._foreach_lerp_(updated, wide_grads, 1 - decay)
     if updated is not momentum:
         torch._foreach_copy_(momentum, updated)
@@ -152,7 +152,7 @@ def add_scaled(params: Tensors, added: Tensors, factor: float | Tensor) -> None:
     if dtype == added[0].dtype and dtype.itemsize < 4 and is_host(params[0].device):
         # At the end of a vector, CPU kernels round `alpha * added` to 16 bits, and replicas that apply an update in
         # different pieces would drift apart. Operators on mixed dtypes compute in float32 and round the sum once.
-        added = converted(added, torch.float32)
+        added = in_dtype(added, torch.float32)
     torch._foreach_add_(params, added, alpha=factor)
 
 
@@ -166,7 +166,7 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
     add_scaled(params, decays, -factor)
 
 
-def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Copies of the tensors in `dtype`."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)

@@ -22,7 +22,7 @@ from ..layout.work import ROUNDING_BYTES
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
-ALIGNMENT = 16
+CHUNK_ALIGNMENT = 16
 """Elements of a chunk, for vectorized kernels."""
 
 UPPER_HALF = -(2**16)
@@ -104,7 +104,7 @@ def memory_bytes(tensor: Tensor) -> int:
 
 
 def _aligned(elements: int) -> int:
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+    return -(-elements // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
 # Factors of Knuth's multiplicative hash and of MurmurHash3.

@@ -18,6 +18,7 @@ from ..orthogonalize import NO_UPDATE, frobenius_norms, zero_nonfinite_
 from ..program.phases import Act
 from ..program.program import Program
 from .algorithm import Algorithm
+from .context import StepContext
 from .foreach import MomentumCall, without_parameters
 from .gradients import StepGradients
 from .views import Batch, BucketViews
@@ -25,7 +26,7 @@ from .views import Batch, BucketViews
 Fetch = Literal["gather", "update"]
 """The element-wise work of a bucket: before its gather, or after its return."""
 
-Bucket = Generator[None]
+SuspendedBucket = Generator[None]
 """A bucket in a step, suspended while it is on the network."""
 
 NOTHING: AbstractContextManager[object] = nullcontext()
@@ -39,11 +40,13 @@ def trace_range(stage: str, bucket: int | None = None) -> AbstractContextManager
     return record_function(f"Muon.{stage}" if bucket is None else f"Muon.{stage} bucket {bucket}")
 
 
-class Offload(Protocol):
-    """Where momentum, gradients and weights are, if not on the device. The views of calls are made in its memory."""
+class HostTensors(Protocol):
+    """Momentum, gradients and weights on the host. The views of calls are made in its memory of the device."""
 
     def fetched(self, fetch: Fetch) -> AbstractContextManager[None]:
         """The tensors of the next element-wise work are on the device, in the order of the program's acts."""
+
+    def synchronize(self) -> None: ...
 
 
 class Hook(Protocol):
@@ -53,11 +56,16 @@ class Hook(Protocol):
     def end(self) -> None: ...
 
 
-class Overlap(Protocol):
-    """What ends the late buckets of a step."""
+class LateUpdates(Protocol):
+    """What ends the late buckets of a step. `holds_memory`: whether buffers are in use between steps."""
 
-    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> Bucket: ...
-    def keeps(self, index: int, running: dict[int, Bucket]) -> bool: ...
+    @property
+    def holds_memory(self) -> bool: ...
+    def attach(self, rank: StepContext) -> None: ...
+    def ready(self) -> None: ...
+    def finish(self) -> None: ...
+    def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> SuspendedBucket: ...
+    def keeps(self, index: int, running: dict[int, SuspendedBucket]) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -102,11 +110,11 @@ class MuonStep:
     report: FaultReport
     algorithm: Algorithm
     mask: UpdateMask
-    overlap: Overlap | None = None
-    offload: Offload | None = None
+    overlap: LateUpdates | None = None
+    offload: HostTensors | None = None
     hooks: Sequence[Hook] = ()
 
-    def bucket(self, views: BucketViews, gradients: StepGradients) -> Bucket:
+    def bucket(self, views: BucketViews, gradients: StepGradients) -> SuspendedBucket:
         """From gradients to weights. At each `yield` other buckets run, while this one is on the network.
 
         A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing.
@@ -157,7 +165,7 @@ class MuonStep:
         """Resume each bucket once for each act of the program. The memory of the buckets is allocated."""
         for hook in self.hooks:
             hook.begin(gradients)
-        overlap, running = self.overlap, dict[int, Bucket]()
+        overlap, running = self.overlap, dict[int, SuspendedBucket]()
         try:
             for act, index in self.program.acts:
                 if act is Act.GATHER:

@@ -23,7 +23,7 @@ from titan_muon.engine.tensors.names import canonical_fqn
 from titan_muon.options import MuonOptions
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
-from titan_muon.owned.private import flattened
+from titan_muon.owned.private import flat_mesh
 from titan_muon.planner.machine import planning_machine
 from titan_muon.registry import Parallelize
 from titan_muon.trainer.assign.container import optimizer_config, router_of
@@ -78,7 +78,7 @@ def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
         # A rank in a rule is a place on the FSDP axis. Pipeline stages have separate groups.
         indexed = any(isinstance(rule.owner, int) for rule in recipe.placement.rule)
         replicas = "each" if indexed or recipe.parallelism.pipeline_parallel_degree > 1 else "one"
-    return flattened(mesh) if mesh.ndim == 2 and replicas == "one" else mesh
+    return flat_mesh(mesh) if mesh.ndim == 2 and replicas == "one" else mesh
 
 
 def _own_layers(
