@@ -66,7 +66,7 @@ class Passes:
     """Forward and backward of a pipeline stage with the matrices `stage`, on a rank of `world`.
 
     Activations are the inputs and outputs of linear layers that checkpointing keeps; a test compares them with a
-    rehearsal (docs/rehearsal.md).
+    rehearsal (docs/results/rehearsal.md).
     """
 
     def __init__(

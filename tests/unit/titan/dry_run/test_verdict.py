@@ -49,7 +49,7 @@ def recipe(mode: str = "selective", **parallelism: object) -> Recipe:
 
 
 def test_modelled_activations_of_llama_match_a_rehearsal() -> None:
-    """14.4 GiB beside parameters and states: llama3_8b rehearsed on 1,024 ranks, docs/rehearsal.md."""
+    """14.4 GiB beside parameters and states: llama3_8b rehearsed on 1,024 ranks, docs/results/rehearsal.md."""
     memory = Passes(recipe(), 1024, SIZE, llama3_8b()).memory()
     assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)
 
