@@ -150,6 +150,7 @@ LAYOUTS: dict[str, Layout] = {
     "ranges beside tp": Layout("shard tp", (ROWS,), within="shard", ranges=True),
     "owned": Layout("shard", owned=True),
     "owned, hsdp": Layout("replicate shard", owned=True),
+    "owned x tp": Layout("shard tp", (ROWS,), owned=True, within="shard"),
 }
 
 

@@ -78,7 +78,7 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
-    return [*options(), *ranges(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
+    return [*options(), *owned(), *ranges(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
 
 
 def exchanged() -> list[Row]:
@@ -166,6 +166,18 @@ def options() -> list[Row]:
             row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
             for kernel in ("auto", "standard", "gram")
         ),
+    ]
+
+
+def owned() -> list[Row]:
+    """Whole matrices on their owners, and the groups that communicate in a step."""
+    return [
+        row("owned alone", layouts=("owned",), talks=()),
+        row("owned beside whole experts", 2, ("owned", "fsdp"), shapes=("experts",), talks=()),
+        row("owned, hsdp, redundant", layouts=("owned, hsdp",), options={"replicas": "redundant"}, talks=()),
+        row("owned, hsdp, split", layouts=("owned, hsdp",), options={"replicas": "split"}, talks=(2, 4)),
+        row("owned x tp", layouts=("owned x tp",), shapes=EVEN, talks=(2,)),
+        row("owned x tp, several buckets", layouts=("owned x tp", "fsdp"), shapes=EVEN, options=SEVERAL),
     ]
 
 

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parity.layouts import DEVICE, LAYOUTS, SPLITS, Layout, drawn, like, matrices, placed
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.parity.layouts import DEVICE, LAYOUTS, SPLITS, Layout, drawn, like, matrices, mesh_of, placed
 from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
@@ -39,6 +40,7 @@ class Row:
         scaler: a GradScaler drives the steps, and skips one more for each. "unscaled": the caller unscales gradients.
         proof: whether the plan has the property that the row is about.
         error: texts in the error of the step after the last one on every rank.
+        talks: sizes of the process groups with a collective in the last step, if the row is about them.
         close: the largest relative error of the change of a weight, instead of equal bits.
         dtype: of weights and gradients.
         ns_dtype: of Newton-Schulz in the reference.
@@ -59,6 +61,7 @@ class Row:
     closure: bool = False
     proof: str = ""
     error: tuple[str, ...] = ()
+    talks: tuple[int, ...] | None = None
     close: float = 0.0
     dtype: torch.dtype = torch.float32
     ns_dtype: torch.dtype = torch.bfloat16
@@ -80,8 +83,9 @@ class Layer(nn.Module):
         self.number, self.names = number, row.shapes
         for name in row.shapes:
             value = drawn(f"layers.{number}.{name}", 0).to(row.dtype)
-            if row.sharded and "tp" in layout.axes:
-                value = distribute_tensor(value, layout.mesh["tp"], layout.placements[-1:], src_data_rank=None)
+            if "tp" in layout.axes and (row.sharded or layout.owned):
+                mesh = mesh_of(layout.axes, layout.ranks)["tp"]
+                value = distribute_tensor(value, mesh, layout.placements[-1:], src_data_rank=None)
             elif not row.sharded:
                 value = placed(value, layout)
             parameter = nn.Parameter(value)
@@ -377,7 +381,8 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
         if row.error and number == row.steps - 1:
             training.muon.finish_step()
         before = {name: local(param).clone() for name, param in training.params.items()}
-        training.step(number, grads, absent)
+        with CollectiveCounter() as counter:
+            training.step(number, grads, absent)
         if left_out and row.options.get("on_bad_gradient") == "skip_step":
             # A bad gradient skips the whole step.
             left_out = set()
@@ -386,6 +391,10 @@ def differences(rank: int, world_size: int, row: Row) -> list[str]:
         if number in row.between:
             ACTIONS[row.between[number]](training)
     assert not row.proof or PROOFS[row.proof](training.muon), f"the plan has no {row.proof}"
+    talked = {call.group_size for call in counter.calls}
+    if row.talks is not None:
+        expected = talked and talked <= {*row.talks} if row.talks else not talked
+        assert expected, f"collectives of groups of {talked} ranks"
     spoiled = {name for name, _ in left_out} if row.error else set()
     different = training.differences(reference, spoiled)
     for name in spoiled:
