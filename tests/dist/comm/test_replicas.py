@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceMuon
 from tests.shared import drawn, message, muon_keywords
 from titan_muon import Muon
-from titan_muon.planner.summary import summarize
 
 BF16 = 2
 SHAPE = (16, 24)
@@ -27,29 +24,6 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "orthogonalize": "re
 
 def plain(shapes: dict[str, tuple[int, int]] = EVEN, seed: int = 0) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value) for name, value in drawn(shapes, seed).items()}
-
-
-def under_ddp(rank: int, world_size: int) -> tuple[int, int, list[int], bool]:
-    """FLOPs of a step on this rank and on all; sent bytes, and whether they were planned."""
-    params = plain()
-    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS)).build()
-    for name, grad in drawn(EVEN, 1).items():
-        params[name].grad = grad
-    with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
-        muon.step()
-    sent = [call.sent for call in counter.calls if call.name != "allreduce"]
-    cost = summarize(muon.plan).ranks[rank]
-    planned = (cost.collectives, cost.bytes_sent) == (len(sent), sum(sent))
-    return flops.get_total_flops(), sum(matrix.flops for matrix in muon.plan.matrices), sent, planned
-
-
-def test_replicas_are_orthogonalized_once_and_only_results_are_sent() -> None:
-    elements = len(EVEN) * SHAPE[0] * SHAPE[1]
-    for flops, every, sent, planned in run_ranks(under_ddp, 4, timeout=SECONDS):
-        assert flops == every // 4
-        assert sum(sent) == elements * BF16 * 3 // 4
-        assert all(sent), "nothing is gathered, since the gradients are everywhere"
-        assert planned
 
 
 def in_float64(rank: int, world_size: int) -> str:
