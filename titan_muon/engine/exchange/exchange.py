@@ -302,7 +302,8 @@ class Exchange:
     """Runs the collectives of a program."""
 
     def __init__(self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement) -> None:
-        self._runs, self._buffers, self.collectives = program.buckets, buffers.buckets, collectives
+        self._runs, self.collectives = program.buckets, collectives
+        self._buffers = {index: bucket for index, bucket in enumerate(buffers.buckets) if bucket is not None}
         groups = (phase.group for run in self._runs for phase in run.phases[:2] if phase.travels)
         self._groups = {ranks: agreement.group(ranks) for ranks in groups}
         gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
@@ -332,17 +333,12 @@ class Exchange:
     def traffic(self) -> Traffic:
         return self.collectives.traffic
 
-    def _travelling(self, index: int) -> BucketBuffers:
-        buffers = self._buffers[index]
-        assert buffers is not None, "a local bucket has no collective"
-        return buffers
-
     def gather(self, index: int) -> None:
         """Start to send the packed pieces of a bucket to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
-        buffers, group = self._travelling(index), self._groups[phase.group]
+        buffers, group = self._buffers[index], self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
             sent = buffers.home[phase.kept :]
             works = self.collectives.all_to_all(buffers.inbox, phase.owned_splits, sent, phase.home_splits, group)
@@ -356,7 +352,7 @@ class Exchange:
         run = self._runs[index]
         phase, works = run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
-            buffers, group = self._travelling(index), self._groups[phase.group]
+            buffers, group = self._buffers[index], self._groups[phase.group]
             if phase.collective is Collective.ALL_TO_ALL:
                 received = buffers.home[phase.kept :]
                 works = self.collectives.all_to_all(
@@ -366,7 +362,7 @@ class Exchange:
                 received = buffers.home[: phase.home_numel]
                 works = self.collectives.reduce_scatter(received, phase.owned_splits, buffers.results, group)
         if run.replica_gather is not None and run.replica_gather.travels:
-            works = self._spread(run.replica_gather, self._travelling(index), works)
+            works = self._spread(run.replica_gather, self._buffers[index], works)
         if works:
             self._pending[index] = works
 
