@@ -137,16 +137,6 @@ class Transfer:
     slot: Mapping[SlotKey, Tensor]
 
 
-@dataclass(frozen=True)
-class HostMomentumCall(MomentumCall):
-    """A call with gradients on the host. `slot`: of the transfer."""
-
-    slot: Mapping[SlotKey, Tensor]
-
-    def grads(self, gradients: StepGradients) -> list[Tensor]:
-        return [_view(self.slot, "grad", part) for part in self.parts]
-
-
 class HostOffload:
     """The momentum (`state`), or also gradients and weights (`parameters`), are on the host. `views`: in the slots."""
 
@@ -189,7 +179,7 @@ class HostOffload:
             return replace(views, updates=tuple(updates))
         gathers = [replace(c, momentum=tuple(_view(slot, "momentum", p) for p in c.parts)) for c in views.gathers]
         if "grad" in self._names:
-            gathers = [HostMomentumCall(c.group, c.parts, c.momentum, c.packed, slot) for c in gathers]
+            gathers = [replace(c, grads=tuple(_view(slot, "grad", p) for p in c.parts)) for c in gathers]
         return replace(views, gathers=tuple(gathers))
 
     def begin(self, gradients: StepGradients) -> None:

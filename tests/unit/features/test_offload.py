@@ -10,6 +10,7 @@ from tests.shared import muon_keywords
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon.engine.step.foreach import MomentumCall, Rectangle
+from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.features.offload import HostOffload, rows_used
 
 __all__ = ["stream_order"]
@@ -53,6 +54,22 @@ def test_tensors_changed_on_the_device_are_written_to_the_host(offload: str, mis
         assert all(tensor.untyped_storage().data_ptr() not in host for tensor in fetched)
     assert isinstance(muon.engine.offload, HostOffload)
     assert muon.engine.offload.memory.nbytes > 0
+
+
+def test_the_momentum_advances_by_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU cannot compute with the host's."""
+    read = list[Tensor]()
+
+    def spied(self: MuonAlgorithm, call: MomentumCall, momentum: list[Tensor], grads: list[Tensor]) -> None:
+        read.extend(grads)
+        advance(self, call, momentum, grads)
+
+    advance = MuonAlgorithm.before_gather
+    monkeypatch.setattr(MuonAlgorithm, "before_gather", spied)
+    muon, _ = trained("parameters", ())
+    slots = {t.untyped_storage() for views in muon.engine.step.views for c in views.gathers for t in c.momentum}
+    assert read
+    assert {tensor.untyped_storage() for tensor in read} <= slots
 
 
 @pytest.mark.parametrize("offload", ["state", "parameters"])

@@ -91,15 +91,20 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class MomentumCall:
-    """Rectangles whose momentum changes in one call. `packed`: views for the input of Newton-Schulz, or empty."""
+    """Rectangles whose momentum changes in one call.
+
+    `packed`: views for the input of Newton-Schulz, or empty. `grads`: gradients in the device's memory, if those of the
+    step are on the host.
+    """
 
     group: Mapping[str, Any]
     parts: tuple[Rectangle, ...]
     momentum: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...] = ()
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, MomentumCall]:
-        calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "momentum", "packed")
+        calls, kinds, names = {}, [kind(part) for part in self.parts], ("parts", "momentum", "packed", "grads")
         for value in dict.fromkeys(kinds):
             calls[value] = replace(self, **_selected(self, names, [k == value for k in kinds]))
         return calls

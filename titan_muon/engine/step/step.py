@@ -126,6 +126,8 @@ class MuonStep:
                 # A gradient is released after its last call.
                 placed = [(gradients.grads[part.parameter], part.place) for part in call.parts]
                 grads: list[Any] = [grad if place is None else grad[place] for grad, place in placed]  # type: ignore[index]
+                if call.grads:
+                    grads = [*call.grads]
                 if gradients.inverse is not None:
                     grads = list(torch._foreach_mul(grads, gradients.inverse))
                 algorithm.before_gather(call, call.momentum, grads)
