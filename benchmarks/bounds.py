@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from titan_muon.engine.layout.intervals import Pieces
+from titan_muon.engine.layout.intervals import Key, Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
 from titan_muon.engine.program.patterns import PATTERNS, LinkTraffic
 from titan_muon.options import Overlap
@@ -50,7 +50,7 @@ def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
     cost = PlanCost.from_plan(plan, machine)
     beside = [
         local.computing + sum(share.pack + (0.0 if played.overlap == "forward" else share.apply) for share in shares)
-        for local, *shares in cost.by_rank
+        for local, *shares in map(cost.by_class.__getitem__, cost.class_of)
     ]
     chain_counts = chains(plan.buckets, cost.costs, overlap=played.overlap)
     return max(least_whole(chain_counts, beside, played.last.seconds), played.least, played.link)
@@ -87,10 +87,12 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     matrix, wire, holders = pieces.matrices[example], costs.wire_bytes(example), pieces.holders(kind, group)
     gather, scatter = [], []
     replica = pieces.geometry(example).replica.__getitem__
-    parts, whole = pieces.by_key(kind, group, "replica", replica), pieces.by_key(kind, group, "all", lambda rank: 0)
+    keys: tuple[Key, Key] = (replica, lambda rank: 0)
+    keyed = [pieces.by_key(kind, group, name, key) for name, key in zip(("replica", "all"), keys, strict=True)]
     for rank, mine in holders.items():
         (part, part_near), (total, total_near) = (
-            [keyed.elements[place] for place in keyed.places[rank]] for keyed in (parts, whole)
+            [found.elements[place] for place in pieces.places(rank, key)]
+            for found, key in zip(keyed, keys, strict=True)
         )
         way = link_seconds(LinkTraffic(0, 0, part_near - mine, part - part_near), wire, machine)
         gather.append(way)

@@ -105,7 +105,7 @@ def parameters_on(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> Itera
         whole = torch.empty(parameter.layout.shape, device="meta")
         value, grad = (
             DTensor.from_local(
-                torch.empty(geometries[index].local_shape[rank], device="cuda"),
+                torch.empty(geometries[index].local_shape(rank), device="cuda"),
                 *placed,
                 run_check=False,
                 shape=whole.shape,

@@ -105,7 +105,7 @@ def narrow_parameters(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> d
 
         placed = (meshes[like.device_mesh], like.placements)
         value, grad = (
-            DTensor.from_local(torch.randn(geometries[index].local_shape[rank]), *placed, shape=shape, stride=stride)
+            DTensor.from_local(torch.randn(geometries[index].local_shape(rank)), *placed, shape=shape, stride=stride)
             for _ in range(2)
         )
         params[parameter.fqn] = nn.Parameter(value)

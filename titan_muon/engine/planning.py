@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
 from ..options import MuonOptions
-from .layout.intervals import Geometries, Pieces, Ranks, assemblies
+from .layout.intervals import Geometries, Geometry, Pieces, Ranks, components
 from .layout.types import Bucket, Matrix, Parameter, Plan
 from .layout.work import Elements, Work, WorkOf
 from .program.patterns import PATTERNS
@@ -78,6 +78,43 @@ def matrices_of(
                 work_at[shape] = work.flops, works.setdefault(work, len(works))
             matrices.append(Matrix(number, index, *shape, *work_at[shape]))
     return tuple(matrices), tuple(works)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The ranks to orthogonalize a matrix.
+
+    `local`: ranks that store the whole matrix; nothing is sent. `groups`: sets of ranks whose pieces together are the
+    matrix. Replicas share one group (`split`), or each has its own (`redundant`).
+    """
+
+    local: Ranks
+    groups: tuple[Ranks, ...]
+
+
+def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
+    """The Assembly of each matrix. `split`: replicas divide the matrices."""
+
+    def by_replica(ranks: Iterable[int]) -> tuple[Ranks, ...]:
+        # The result returns to every replica, and every rank can own: HSDP divides the work by the number of replicas.
+        return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks, joined=split))
+
+    holders = [geometry.elements(index) for index in range(len(geometry.stack.matrices))]
+    sets = [by_replica(stored) for stored in holders]
+    whole = [
+        set(stored.values()) == {geometry.numel(index)} and all(len(ranks) == 1 for ranks in sets[index])
+        for index, stored in enumerate(holders)
+    ]
+    groups = components(ranks for index, of_matrix in enumerate(sets) if not whole[index] for ranks in of_matrix)
+    # The whole mesh if it has a single component, or 3 rows over 4 ranks would leave a rank idle. Never join
+    # components: experts of different expert-parallel ranks would travel over all ranks.
+    for mesh in by_replica(geometry.layout.mesh.ranks):
+        if len({groups[rank] for rank in mesh if rank in groups}) == 1:
+            groups |= dict.fromkeys(mesh, mesh)
+    return tuple(
+        Assembly(tuple(stored), ()) if whole[index] else Assembly((), tuple(groups[ranks[0]] for ranks in sets[index]))
+        for index, stored in enumerate(holders)
+    )
 
 
 def tasks_of(

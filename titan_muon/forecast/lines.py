@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..assignment.rules import Assignment, splits_with
 from ..assignment.table import doubts, split_lines
-from ..engine.layout.intervals import Assembly, Geometries, assemblies
+from ..engine.layout.intervals import Geometries
 from ..engine.layout.types import Plan
+from ..engine.planning import Assembly, assemblies
 from ..engine.tensors.matrices import stack_of
 from ..engine.tensors.names import family
 from ..options import Split, plural

@@ -23,6 +23,7 @@ from ..planner.ownership import OwnedTotals
 from ..planner.planner import passes_of
 from ..planner.summary import Summary, summarize
 from ..planner.timeline import Timeline, timeline
+from ..planner.walk import PlanCost
 from ..selection import select
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads
 
@@ -95,7 +96,8 @@ def estimate_of(model: PlannedModel, machine: Machine) -> Estimate:
     plan, muon, rates = model.plan, muon_of(model.optimizers), planning_machine(machine, model.device)
     summary, times = None, None
     if plan is not None and muon is not None:
-        summary, times = summarize(plan), timeline(plan, rates, overlap=muon.options.overlap)
+        cost = PlanCost.from_plan(plan, rates)
+        summary, times = summarize(plan, cost), timeline(plan, rates, overlap=muon.options.overlap, cost=cost)
     loads = owner_loads(model.parameters, summary, model.ranks)
     memory = memory_per_rank(model.parameters, model.optimizers, plan, summary, loads, model.device)
     itemsize = max((parameter.element_size() for parameter in model.parameters.values()), default=4)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..engine.layout.intervals import chunk, region
+from ..engine.layout.intervals import chunk, region, regions
 from ..engine.tensors.dtensor import from_local, layout_of, layout_on, local
 from . import private
 from .private import OwnerMesh, joint_mesh
@@ -203,9 +203,8 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 def held_elements(tensor: DTensor) -> dict[int, int]:
     """Elements of an owned tensor, by global rank."""
-    layout = layout_of("", tensor)
-    regions = {rank: region(layout, coordinate) for rank, coordinate in layout.mesh.coordinates.items()}
-    return {rank: prod(sum(stop - start for start, stop in dim) for dim in dims) for rank, dims in regions.items()}
+    held = regions(layout_of("", tensor))
+    return {rank: prod(sum(stop - start for start, stop in dim) for dim in dims) for rank, dims in held.items()}
 
 
 def owned_like(piece: Tensor, owned: Tensor) -> DTensor:

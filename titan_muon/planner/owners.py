@@ -108,9 +108,25 @@ def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
     geometries = Geometries(plan.parameters)
     elements: dict[int, dict[int, int]] = {}
     for number, parameter in enumerate(plan.parameters):
-        for rank, shape in geometries[number].local_shape.items():
-            elements.setdefault(rank, {})[number] = _kept_elements(parameter, rank, prod(shape))
+        for rank in parameter.layout.mesh.ranks:
+            stored = prod(geometries[number].local_shape(rank))
+            elements.setdefault(rank, {})[number] = _kept_elements(parameter, rank, stored)
     return elements
+
+
+def state_totals(plan: Plan, geometries: Geometries) -> Counter[int]:
+    """Elements of momentum by rank."""
+    # Parameters alike count together.
+    totals = Counter[int]()
+    alike = Counter(
+        (index, parameter.state_ranks) for index, parameter in zip(geometries.index, plan.parameters, strict=True)
+    )
+    examples = dict(zip(geometries.index, plan.parameters, strict=True))
+    for (index, kept), count in alike.items():
+        parameter, geometry = replace(examples[index], state_ranks=kept), geometries.shared[index]
+        for rank in parameter.layout.mesh.ranks:
+            totals[rank] += count * _kept_elements(parameter, rank, prod(geometry.local_shape(rank)))
+    return totals
 
 
 def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:

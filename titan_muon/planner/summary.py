@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engine.layout.types import Plan
 from ..options import Machine
 from .machine import machine_of
-from .owners import state_elements
+from .owners import state_totals
 from .walk import PlanCost, Share, StepBytes
 
 
@@ -53,17 +53,22 @@ class Summary:
     work_bytes_max: int
 
 
-def summarize(plan: Plan) -> Summary:
-    """Count FLOPs, bytes and collectives."""
+def summarize(plan: Plan, cost: PlanCost | None = None) -> Summary:
+    """Count FLOPs, bytes and collectives. `cost`: of the plan on any machine."""
     # The counts do not depend on the machine.
-    cost, states = PlanCost.from_plan(plan, machine_of(Machine())), state_elements(plan)
-    memory = cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds)))
-    ranks = tuple(
-        _rank_cost(rank, cost.by_rank[index], memory[index], sum(states[rank].values()))
-        for index, rank in enumerate(cost.ranks)
+    cost = PlanCost.from_plan(plan, machine_of(Machine())) if cost is None else cost
+    states, memory = (
+        state_totals(plan, cost.costs.pieces.geometries),
+        cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds))),
     )
+    first: dict[int, RankCost] = {}
+    ranks = []
+    for rank, alike in zip(cost.ranks, cost.class_of, strict=True):
+        if alike not in first:
+            first[alike] = _rank_cost(rank, cost.by_class[alike], memory[alike], states[rank])
+        ranks.append(replace(first[alike], rank=rank, state_elements=states[rank]))
     return Summary(
-        ranks=ranks,
+        ranks=tuple(ranks),
         muon_matrices=len(plan.matrices),
         orthogonalizations=sum(cost.matrices for cost in ranks),
         ns_flops_max=max(cost.ns_flops for cost in ranks),

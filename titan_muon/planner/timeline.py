@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -108,9 +108,13 @@ class StageSpan(NamedTuple):
     stop: float
 
 
-def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
-    """Simulate a plan. A pass with `overlap` is assumed to hide all of its returns."""
-    cost, hidden = _with_overlap(plan, machine, overlap)
+def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none", cost: PlanCost | None = None) -> Timeline:
+    """Simulate a plan. A pass with `overlap` is assumed to hide all of its returns.
+
+    `cost`: of the plan on the machine.
+    """
+    cost = PlanCost.from_plan(plan, machine) if cost is None else cost
+    hidden = _hidden_rounds(plan, overlap)
     clock = Clock(cost, plan.buffer_sets, hidden)
     shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
     # Late applies are left out of both runs.
@@ -120,7 +124,7 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     return Timeline(
         machine.name,
         overlap,
-        tuple(_rank_time(cost, index, end, hidden, shapes, parts) for index, end in enumerate(clock.now)),
+        _rank_times(cost, clock.now, hidden, shapes, parts),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
         None if overlap == "none" else after,
@@ -130,27 +134,26 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
 
 def stage_spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
     """The spans of every rank in the modelled step, by start."""
-    cost, hidden = _with_overlap(plan, machine, overlap)
     result: list[StageSpan] = []
-    Clock(cost, plan.buffer_sets, hidden, spans=result)
+    Clock(PlanCost.from_plan(plan, machine), plan.buffer_sets, _hidden_rounds(plan, overlap), spans=result)
     return sorted(result, key=lambda span: (span.start, span.rank))
 
 
-def _with_overlap(plan: Plan, machine: MachineRates, overlap: Overlap) -> tuple[PlanCost, int]:
-    """The costs, and how many of the last rounds the next forward hides."""
-    ordered = ordered_rounds(plan.buckets, overlap)
-    return PlanCost.from_plan(plan, machine), hidden_returns(plan.buffer_sets, plan.rounds, ordered)
+def _hidden_rounds(plan: Plan, overlap: Overlap) -> int:
+    """How many of the last rounds the next forward hides."""
+    return hidden_returns(plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
 
 
 class Clock:
-    """Clocks of every rank's compute stream and links after a step, without the updates of the last `hidden` rounds.
+    """Clocks of the compute stream and links of each class of ranks after a step, without the updates of the last
+    `hidden` rounds.
 
-    `links`: factor on their time. `spans` receives each stage.
+    `links`: factor on their time. `spans` receives each stage of each rank.
 
     Attributes:
-        now: by rank, the end of its last stage in the step.
+        now: by class, the end of its last stage in the step.
         computed: end of the last Newton-Schulz.
-        after_step: by rank, the end of its last update in the next forward.
+        after_step: by class, the end of its last update in the next forward.
     """
 
     # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
@@ -166,10 +169,10 @@ class Clock:
         spans: list[StageSpan] | None = None,
     ) -> None:
         self._cost, self._hidden, self._links, self._spans = cost, hidden, links, spans
-        self.now = [0.0] * len(cost.ranks)
+        self.now = [0.0] * len(cost.by_class)
         self.computed = 0.0
-        self.after_step = [0.0] * len(cost.ranks)
-        self._wires = [0.0] * len(cost.ranks)
+        self.after_step = [0.0] * len(cost.by_class)
+        self._wires = [0.0] * len(cost.by_class)
         self._streams: dict[tuple[int, ...], float] = {}
         self._arrived = [0.0] * len(cost.buckets)
         opening, turns = schedule(cost.rounds, max(1, min(buffer_sets, cost.rounds)))
@@ -191,55 +194,56 @@ class Clock:
 
     def _gather(self, index: int) -> None:
         bucket = self._cost.buckets[index]
-        for share in bucket.shares:
-            self._run("advance", index, share.rank, share.pack)
+        for alike, share in zip(bucket.classes, bucket.shares, strict=True):
+            self._run("advance", index, alike, share.pack)
         self._launch("gather", index, [share.gather for share in bucket.shares])
 
     def _run_local(self) -> None:
-        for share in self._cost.local:
-            self._run("advance", LOCAL, share.rank, share.pack)
-            self._run("orthogonalize", LOCAL, share.rank, share.owned.seconds)
-            self._run("apply", LOCAL, share.rank, share.apply)
+        for alike, (share, *_) in enumerate(self._cost.by_class):
+            self._run("advance", LOCAL, alike, share.pack)
+            self._run("orthogonalize", LOCAL, alike, share.owned.seconds)
+            self._run("apply", LOCAL, alike, share.apply)
         self.computed = self.end
 
     def _orthogonalize(self, index: int) -> None:
         bucket, now = self._cost.buckets[index], self.now
-        for rank in bucket.group:
-            now[rank] = max(now[rank], self._arrived[index])
-        for share in bucket.shares:
-            self._run("copy", index, share.rank, share.copies)
-            self._run("orthogonalize", index, share.rank, share.owned.seconds)
-            self.computed = max(self.computed, now[share.rank])
+        for alike, share in zip(bucket.classes, bucket.shares, strict=True):
+            now[alike] = max(now[alike], self._arrived[index])
+            self._run("copy", index, alike, share.copies)
+            self._run("orthogonalize", index, alike, share.owned.seconds)
+            self.computed = max(self.computed, now[alike])
         self._launch("send_back", index, [share.back for share in bucket.shares])
 
     def _apply(self, index: int) -> None:
         bucket, arrived = self._cost.buckets[index], self._arrived[index]
         ends = self.after_step if bucket.round >= self._cost.rounds - self._hidden else self.now
-        for share in bucket.shares:
-            ends[share.rank] = max(ends[share.rank], self.now[share.rank], arrived)
-            self._run("apply", index, share.rank, share.apply, ends)
+        for alike, share in zip(bucket.classes, bucket.shares, strict=True):
+            ends[alike] = max(ends[alike], self.now[alike], arrived)
+            self._run("apply", index, alike, share.apply, ends)
 
-    def _run(self, stage: str, index: int, rank: int, seconds: float, ends: list[float] | None = None) -> None:
+    def _run(self, stage: str, index: int, alike: int, seconds: float, ends: list[float] | None = None) -> None:
         ends = self.now if ends is None else ends
-        start = ends[rank]
-        ends[rank] = start + seconds
-        self._record(stage, index, rank, start, ends[rank])
+        start = ends[alike]
+        ends[alike] = start + seconds
+        self._record(stage, index, alike, start, ends[alike])
 
     def _launch(self, stage: str, index: int, seconds: Sequence[float]) -> None:
         # No wait without traffic.
         if not any(seconds):
             return
         bucket, now, wires = self._cost.buckets[index], self.now, self._wires
-        start = max(self._streams.get(bucket.group, 0.0), max(max(now[rank], wires[rank]) for rank in bucket.group))
-        for rank, mine in zip(bucket.group, seconds, strict=True):
-            wires[rank] = start + mine * self._links
-            self._record(stage, index, rank, start, wires[rank])
+        free = max(max(now[alike], wires[alike]) for alike in bucket.classes)
+        start = max(self._streams.get(bucket.classes, 0.0), free)
+        for alike, mine in zip(bucket.classes, seconds, strict=True):
+            wires[alike] = start + mine * self._links
+            self._record(stage, index, alike, start, wires[alike])
         end = start + (max(seconds) + bucket.latency) * self._links
-        self._streams[bucket.group] = self._arrived[index] = end
+        self._streams[bucket.classes] = self._arrived[index] = end
 
-    def _record(self, stage: str, index: int, rank: int, start: float, stop: float) -> None:
+    def _record(self, stage: str, index: int, alike: int, start: float, stop: float) -> None:
         if self._spans is not None and stop > start:
-            self._spans.append(StageSpan(self._cost.ranks[rank], stage, index, start, stop))
+            members = zip(self._cost.ranks, self._cost.class_of, strict=True)
+            self._spans += [StageSpan(rank, stage, index, start, stop) for rank, other in members if other == alike]
 
 
 def listed_parts(plan: Plan, pieces: Pieces) -> Counter[int]:
@@ -272,8 +276,21 @@ def listed_parts(plan: Plan, pieces: Pieces) -> Counter[int]:
     return counts
 
 
-def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int, parts: Mapping[int, int]) -> RankTime:
-    shares, first_late, costs = cost.by_rank[index], cost.rounds - hidden, cost.costs
+def _rank_times(
+    cost: PlanCost, ends: Sequence[float], hidden: int, shapes: int, parts: Mapping[int, int]
+) -> tuple[RankTime, ...]:
+    known: dict[tuple[int, int], RankTime] = {}
+    times = []
+    for rank, alike in zip(cost.ranks, cost.class_of, strict=True):
+        key = alike, parts.get(rank, 0)
+        if key not in known:
+            known[key] = _rank_time(cost, *key, rank, ends[alike], hidden, shapes)
+        times.append(replace(known[key], rank=rank))
+    return tuple(times)
+
+
+def _rank_time(cost: PlanCost, alike: int, parts: int, rank: int, end: float, hidden: int, shapes: int) -> RankTime:
+    shares, first_late, costs = cost.by_class[alike], cost.rounds - hidden, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
     # Rounding of the sums could make waits negative.
@@ -286,13 +303,9 @@ def _rank_time(cost: PlanCost, index: int, end: float, hidden: int, shapes: int,
     ]
     total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
     operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
-    host = costs.machine.host_seconds(
-        operators,
-        parts.get(cost.ranks[index], 0),
-        sum(share.totals.collectives for share in shares),
-    )
+    host = costs.machine.host_seconds(operators, parts, sum(share.totals.collectives for share in shares))
     link = link_seconds(total, 1, costs.machine)
-    return RankTime(cost.ranks[index], newton, passes, waits, link, host, operators)
+    return RankTime(rank, newton, passes, waits, link, host, operators)
 
 
 def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:

@@ -143,14 +143,12 @@ class Share(NamedTuple):
     """A rank's share of a bucket, or its local matrices: counts, and seconds of each stage.
 
     Attributes:
-        rank: position among all ranks of the plan.
         pack: to update the momentum and pack the stored pieces.
         copies: to assemble matrices, and to fill the return buffer.
         gather, back: of the rank's links in the gather and in the return.
         wire_bytes: of an element in transit.
     """
 
-    rank: int
     round: int
     totals: BucketTotals
     owned: OwnedCost
@@ -171,14 +169,14 @@ class Share(NamedTuple):
 
 
 class BucketCost(NamedTuple):
-    """Shares of a bucket's ranks, in the order of `group`.
+    """The share of each class of ranks in a bucket.
 
     Attributes:
-        group: positions among all ranks of the plan.
+        classes: numbers as in `PlanCost.class_of`; the same for all buckets of a group.
         latency: seconds of an empty collective.
     """
 
-    group: tuple[int, ...]
+    classes: tuple[int, ...]
     round: int
     shares: tuple[Share, ...]
     latency: float
@@ -200,18 +198,36 @@ class StepBytes(NamedTuple):
 
 
 class PlanCost:
-    """Costs of buckets and of `local` matrices. `by_rank`: each rank's shares, first of its local matrices."""
+    """Costs of buckets and of `local` matrices.
+
+    Attributes:
+        class_of: of each rank, in the order of `ranks`. Ranks of a class have equal shares of the same buckets.
+        by_class: each class's shares, first of its local matrices.
+    """
+
+    # A rank's times follow from its shares and from times of its buckets, so ranks of a class are equal at any time. Of
+    # 16,384 ranks, most own nothing.
 
     def __init__(self, buckets: Sequence[Bucket], local: Sequence[OwnedCost], costs: Costs) -> None:
         self.costs, self.ranks = costs, costs.pieces.ranks()
-        place = {rank: index for index, rank in enumerate(self.ranks)}
-        self.local = [_local_share(index, owned, costs) for index, owned in enumerate(local)]
-        self.buckets = [_bucket_cost(bucket, costs, place) for bucket in buckets]
         self.rounds = max((bucket.round for bucket in buckets), default=LOCAL) + 1
-        self.by_rank = [[share] for share in self.local]
-        for bucket in self.buckets:
-            for share in bucket.shares:
-                self.by_rank[share.rank].append(share)
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        parts = [_bucket_shares(bucket, costs) for bucket in buckets]
+        at_home = {owned: _local_share(owned, costs) for owned in local}
+        numbers = {owned: number for number, owned in enumerate(at_home)}
+        keys: list[list[tuple[int, int]]] = [[(LOCAL, numbers[owned])] for owned in local]
+        for index, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
+            for rank, number in zip(bucket.group, part.numbers, strict=True):
+                keys[place[rank]].append((index, number))
+        classes: dict[tuple[tuple[int, int], ...], int] = {}
+        self.class_of = [classes.setdefault(tuple(key), len(classes)) for key in keys]
+        shares = {LOCAL: list(at_home.values())} | {index: part.shares for index, part in enumerate(parts)}
+        self.by_class = [[shares[index][number] for index, number in key] for key in classes]
+        self.buckets = []
+        for bucket, part in zip(buckets, parts, strict=True):
+            members = dict(zip((self.class_of[place[rank]] for rank in bucket.group), part.numbers, strict=True))
+            in_classes = tuple(part.shares[number] for number in members.values())
+            self.buckets.append(BucketCost(tuple(members), bucket.round, in_classes, part.latency))
 
     @classmethod
     def from_plan(cls, plan: Plan, machine: MachineRates) -> PlanCost:
@@ -220,17 +236,17 @@ class PlanCost:
 
     def busiest(self) -> float:
         """Seconds of the rank that computes longest, without waits."""
-        return max((sum(share.computing for share in shares) for shares in self.by_rank), default=0.0)
+        return max((sum(share.computing for share in shares) for shares in self.by_class), default=0.0)
 
     def step_bytes(self, buffer_sets: int) -> list[StepBytes]:
-        return [_step_bytes(shares, buffer_sets, self.costs) for shares in self.by_rank]
+        """Of a rank of each class."""
+        return [_step_bytes(shares, buffer_sets, self.costs) for shares in self.by_class]
 
 
-def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
+def _local_share(owned: OwnedCost, costs: Costs) -> Share:
     # Local matrices are updated batch by batch, and nothing is sent.
     normalizing = costs.machine.pass_seconds(owned.elements * NORMALIZING_BYTES)
     return Share(
-        rank=index,
         round=LOCAL,
         totals=BucketTotals((), owned.largest, 0, 0, (), (), 0),
         owned=owned,
@@ -240,18 +256,27 @@ def _local_share(index: int, owned: OwnedCost, costs: Costs) -> Share:
     )
 
 
-def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketCost:
+class BucketShares(NamedTuple):
+    """The different shares of a bucket, and the number of each rank's share, in the order of the group."""
+
+    numbers: list[int]
+    shares: list[Share]
+    latency: float
+
+
+def _bucket_shares(bucket: Bucket, costs: Costs) -> BucketShares:
     pieces, machine, wire_bytes = costs.pieces, costs.machine, costs.wire_bytes(bucket.matrices[0])
     totals = PATTERNS[bucket.exchange].totals(bucket, pieces)
     across = len({pieces.node(rank) for rank in bucket.group}) > 1
     latency = machine.network.latency if across else machine.node.latency
+    known: dict[BucketTotals, int] = {}
+    numbers = [known.setdefault(totals[rank], len(known)) for rank in bucket.group]
     shares = []
-    for rank in bucket.group:
-        mine, owned = totals[rank], costs.owned(totals[rank].owned)
+    for mine in known:
+        owned = costs.owned(mine.owned)
         gather, *back = (link_seconds(traffic, wire_bytes, machine) for traffic in mine.phases)
         shares.append(
             Share(
-                rank=place[rank],
                 round=bucket.round,
                 totals=mine,
                 owned=owned,
@@ -264,7 +289,7 @@ def _bucket_cost(bucket: Bucket, costs: Costs, place: dict[int, int]) -> BucketC
                 wire_bytes=wire_bytes,
             )
         )
-    return BucketCost(tuple(place[rank] for rank in bucket.group), bucket.round, tuple(shares), latency)
+    return BucketShares(numbers, shares, latency)
 
 
 def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:

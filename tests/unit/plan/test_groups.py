@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of
-from titan_muon.engine.layout.intervals import Assembly, Geometry, assemblies
+from titan_muon.engine.layout.intervals import Geometry
 from titan_muon.engine.layout.types import (
     Interval,
     Layout,
@@ -16,6 +16,7 @@ from titan_muon.engine.layout.types import (
     Replicate,
     Shard,
 )
+from titan_muon.engine.planning import Assembly, assemblies
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 

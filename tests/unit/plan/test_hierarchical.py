@@ -51,7 +51,8 @@ def test_results_return_within_a_replica_and_then_between_replicas() -> None:
     plan = by(hsdp(1, 4, 2), "hierarchical")
     machine = rates("cpu", ranks_per_node=1, network_gb=1e-6, network_latency_us=5e5, node_latency_us=0.0)
     (bucket,) = plan.buckets
-    shares = PlanCost.from_plan(plan, machine).buckets[0].shares
+    cost = PlanCost.from_plan(plan, machine)
+    shares = [cost.by_class[alike][1] for alike in cost.class_of]
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
     assert [share.gather for share in shares] == pytest.approx(
         [0.032 if rank in copy else 0.0 for rank in bucket.group]

@@ -57,10 +57,10 @@ def check_pieces(layout: Layout, stack: MatrixStack) -> None:
     rows = full.reshape(prod(shape[: stack.row_dims]), -1)
     for rank, coordinate in coordinates(layout.mesh):
         local = torch_local(layout, coordinate, full)
-        assert geometry.local_shape[rank] == tuple(local.shape)
+        assert geometry.local_shape(rank) == tuple(local.shape)
         flat = local.reshape(prod(local.shape[: stack.row_dims]), prod(local.shape[stack.row_dims :]))
         seen = 0
-        for index, piece in geometry.pieces[rank].items():
+        for index, piece in geometry.pieces(rank).items():
             matrix = elements_of(rows, stack.matrices[index])
             for span in spans(piece):
                 assert torch.equal(flat[span.local], matrix[span.whole])
@@ -88,4 +88,4 @@ def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
     """Rows of a fused weight may alternate between the projections, and the second projection may come first."""
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
-    assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]
+    assert [list(geometry.pieces(rank)) for rank in range(4)] == [[1], [1], [0], [0]]

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.bounds import least_flops, least_sent
 from benchmarks.owners import Choose, owned_by, per_layer, round_robin
+from tests.machines import rates
 from tests.unit.plans import (
     EXCHANGES,
     examples,
@@ -24,6 +26,7 @@ from tests.unit.plans import (
     ranks_of,
 )
 from titan_muon.engine.exchange.exchange import bucket_buffers, wire_dtypes
+from titan_muon.engine.layout.intervals import Geometry
 from titan_muon.engine.layout.types import (
     Layout,
     Matrix,
@@ -36,10 +39,12 @@ from titan_muon.engine.layout.types import (
     StridedShard,
 )
 from titan_muon.engine.layout.work import standard_flops
+from titan_muon.engine.program import patterns
 from titan_muon.engine.program.program import BucketProgram, Program, batches, make_program
 from titan_muon.options import MuonOptions, OptionError
 from titan_muon.planner.planner import make_plan
 from titan_muon.planner.summary import RankCost, summarize
+from titan_muon.planner.walk import PlanCost
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
@@ -163,6 +168,30 @@ def test_standard_flops_counts_three_products_a_step() -> None:
 def test_a_matrix_of_a_few_bytes_can_be_planned_over_a_thousand_ranks() -> None:
     mesh = mesh_of(1024)
     assert summarize(plan_of([matrix(0, 2, 1, mesh)])).orthogonalizations == 1
+
+
+def test_planning_makes_few_objects_for_ranks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the ranks, of which most own nothing: no more totals, shares, and pieces."""
+    made = Counter[str]()
+
+    def counted_calls(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **words: (made.update([name]), function(*args, **words))[1])
+
+    counted_calls(patterns, "_Flow")
+    counted_calls(Geometry, "_pieces_of")
+    before = Counter[str]()
+    for ranks in (2048, 8192):
+        made.clear()
+        plan = plan_of([matrix(i, 512 << i % 2, 512, mesh_of(ranks)) for i in range(4)])
+        cost = PlanCost.from_plan(plan, rates())
+        made["shares"] = len({share for shares in cost.by_class for share in shares})
+        made["classes"] = len(cost.by_class)
+        assert len(cost.class_of) == ranks
+        assert before == Counter() or made == before
+        before = Counter(made)
+    assert before["_pieces_of"] == 0
+    assert max(before.values()) <= 50
 
 
 @examples(75)

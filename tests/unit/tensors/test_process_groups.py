@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 
 from titan_muon.engine.exchange.agreement import Agreement, PlanReport
 from titan_muon.engine.tensors import process_groups
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.engine.tensors.process_groups import Chunks, fake_world
 
 MINUTE = timedelta(seconds=60)
 
@@ -73,3 +78,36 @@ def test_nccl_groups_of_muon_have_streams_of_high_priority(monkeypatch: pytest.M
     assert made.keys() == {(0, 1), (2, 3), (0, 2)}
     for options in made.values():
         assert options.is_high_priority_stream if device == "cuda" else options is None
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, 3), (5, 3), (683, 1), (684, 0), (1023, 0)])
+def test_a_fake_world_makes_the_groups_and_chunks_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: int, rows: int
+) -> None:
+    """A mesh has a group for each rank, and FSDP2 asks for a chunk for each rank of each parameter."""
+    asked = list[int]()
+    chunk_of = Chunks.__getitem__
+    monkeypatch.setattr(
+        Chunks, "__getitem__", lambda chunks, number: (asked.append(number), chunk_of(chunks, number))[1]
+    )
+    with fake_world(1024, rank):
+        mesh = init_device_mesh("cpu", (1024, 1), mesh_dim_names=("fsdp", "tp"))
+        assert process_groups.group_count() <= 3
+        with torch.device("meta"):
+            linear = fully_shard(nn.Linear(4, 2050, bias=False), mesh=mesh["fsdp"])
+        assert isinstance(linear.weight, DTensor)
+        assert linear.weight.to_local().shape == (rows, 4)
+        assert linear.weight.shape == (2050, 4)
+    assert set(asked) <= {0, rank}
+
+
+def test_the_chunks_of_a_rank_are_those_of_fsdp2() -> None:
+    chunk_with_empty = _fsdp_param._chunk_with_empty
+    for rows, count, dim in ((7, 3, 0), (3, 7, 0), (0, 3, 0), (8, 4, 1)):
+        tensor = torch.arange(8 * rows).view(rows, 8)
+        chunks = Chunks(tensor, count, dim)
+        for rank, theirs in enumerate(chunk_with_empty(tensor, count, dim)):
+            assert torch.equal(chunks[rank], theirs)
+    with fake_world(2):
+        assert _fsdp_param._chunk_with_empty is Chunks
+    assert _fsdp_param._chunk_with_empty is chunk_with_empty

@@ -51,7 +51,12 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
     # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
-        return cut_out(intervals, *chunk(length, count, index))
+        start, stop = chunk(length, count, index)
+        # Nearly always, for thousands of ranks.
+        if len(intervals) == 1:
+            low = intervals[0].start
+            return (Interval(low + start, low + stop),) if start < stop else ()
+        return cut_out(intervals, start, stop)
     kept: list[Interval] = []
     for part in range(placement.split_factor):
         outer = chunk(length, placement.split_factor, part)
@@ -62,13 +67,37 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
 
 def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
     """The indices stored at a mesh coordinate, by dim."""
-    dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
-    for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
-        if isinstance(placement, Cut) and not (layout.rows and placement.dim == 0):
-            dims[placement.dim] = shard(dims[placement.dim], placement, count, index)
+    return tuple(_stored_along(layout, dim, coordinate) for dim in range(len(layout.shape)))
+
+
+def regions(layout: Layout) -> dict[int, tuple[Intervals, ...]]:
+    """The region of each rank."""
+    # Ranks with equal coordinates on the axes that cut a dim store the same of it.
+    axes: list[list[int]] = [[] for _ in layout.shape]
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Cut):
+            axes[placement.dim].append(axis)
     if layout.rows:
-        dims[0] = merged([layout.rows[layout.mesh.position(coordinate)]])
-    return tuple(dims)
+        axes[0] = list(range(len(layout.mesh.shape)))
+    known: dict[tuple[int, ...], Intervals] = {}
+    result = {}
+    for rank, coordinate in layout.mesh.coordinates.items():
+        keys = [(dim, *[coordinate[axis] for axis in cutting]) for dim, cutting in enumerate(axes)]
+        for key in keys:
+            if key not in known:
+                known[key] = _stored_along(layout, key[0], coordinate)
+        result[rank] = tuple([known[key] for key in keys])
+    return result
+
+
+def _stored_along(layout: Layout, dim: int, coordinate: Sequence[int]) -> Intervals:
+    if layout.rows and dim == 0:
+        return merged([layout.rows[layout.mesh.position(coordinate)]])
+    stored = merged([Interval(0, layout.shape[dim])])
+    for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
+        if isinstance(placement, Cut) and placement.dim == dim:
+            stored = shard(stored, placement, count, index)
+    return stored
 
 
 def check_rows(layout: Layout) -> None:
@@ -177,30 +206,38 @@ def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
 class Geometry:
     """Every rank's piece of every matrix of a stack; no piece without elements."""
 
+    # Pieces are made when asked for, because a rank's program reads those of few ranks.
+
     def __init__(self, layout: Layout, stack: MatrixStack) -> None:
         self.layout = layout
         self.stack = stack
-        shape, split = layout.shape, stack.row_dims
-        self.col_count = prod(shape[split:])
+        self.col_count = prod(layout.shape[stack.row_dims :])
         self._starts = [matrix.rows[0].start for matrix in stack.matrices]
         self._reach = max(matrix.rows[-1].stop - matrix.rows[0].start for matrix in stack.matrices)
         self._in_order = all(a <= b for a, b in pairwise(self._starts))
         self._elements: list[dict[int, int]] = []
+        self._pieces: dict[int, dict[int, Piece]] = {}
+        self._regions = regions(layout)
+        separate = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Separate)]
+        uncut = [axis for axis, placement in enumerate(layout.placements) if not isinstance(placement, Cut)]
+        coordinates = layout.mesh.coordinates.items()
         # A rank's coordinate on the separate axes; and on the separate and replicated axes.
-        self.tensor: dict[int, tuple[int, ...]] = {}
-        self.replica: dict[int, tuple[int, ...]] = {}
-        self.pieces: dict[int, dict[int, Piece]] = {}
-        self.local_shape: dict[int, tuple[int, ...]] = {}
-        for rank, coordinate in layout.mesh.coordinates.items():
-            dims = region(layout, coordinate)
-            self.local_shape[rank] = tuple(sum(stop - start for start, stop in dim) for dim in dims)
-            placed = list(zip(layout.placements, coordinate, strict=True))
-            self.tensor[rank] = tuple(c for placement, c in placed if isinstance(placement, Separate))
-            self.replica[rank] = tuple(c for placement, c in placed if not isinstance(placement, Cut))
-            rows, cols = flattened(dims[:split], shape[:split]), flattened(dims[split:], shape[split:])
-            self.pieces[rank] = self._pieces(Stored(rows), Stored(cols))
+        self.tensor = {rank: tuple([coordinate[axis] for axis in separate]) for rank, coordinate in coordinates}
+        self.replica = {rank: tuple([coordinate[axis] for axis in uncut]) for rank, coordinate in coordinates}
 
-    def _pieces(self, rows: Stored, cols: Stored) -> dict[int, Piece]:
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return tuple([sum([stop - start for start, stop in dim]) for dim in self._regions[rank]])
+
+    def pieces(self, rank: int) -> Mapping[int, Piece]:
+        """The rank's pieces, by number of the matrix."""
+        if rank not in self._pieces:
+            self._pieces[rank] = self._pieces_of(rank)
+        return self._pieces[rank]
+
+    def _pieces_of(self, rank: int) -> dict[int, Piece]:
+        dims, shape, split = self._regions[rank], self.layout.shape, self.stack.row_dims
+        rows, cols = (Stored(flattened(dims[side], shape[side])) for side in (slice(split), slice(split, None)))
+
         @cache
         def col_segments(wanted: Intervals | None, step: int) -> tuple[Segment, ...]:
             return intersect(cols, (Interval(0, self.col_count),) if wanted is None else wanted, step)
@@ -238,12 +275,27 @@ class Geometry:
         return tuple(map(tuple, replicas.values()))
 
     def elements(self, index: int) -> dict[int, int]:
+        """Elements of a matrix, by rank with any."""
         if not self._elements:
             self._elements = [{} for _ in self.stack.matrices]
-            for rank, held in self.pieces.items():
-                for number, piece in held.items():
-                    self._elements[number][rank] = piece.numel
+            numels = self._numels_of_blocks if self.stack.is_in_blocks(self.layout.shape) else self._numels_of_pieces
+            for rank in self._regions:
+                for number, numel in numels(rank):
+                    self._elements[number][rank] = numel
         return self._elements[index]
+
+    def _numels_of_pieces(self, rank: int) -> Iterable[tuple[int, int]]:
+        # Without `pieces`, which would keep the pieces of all ranks.
+        return ((number, piece.numel) for number, piece in self._pieces_of(rank).items())
+
+    def _numels_of_blocks(self, rank: int) -> Iterable[tuple[int, int]]:
+        # Thousands of ranks with hundreds of experts: no need to look for the pieces.
+        shape = self.local_shape(rank)
+        if not (numel := prod(shape)):
+            return ()
+        if self.stack.row_dims == 1:
+            return ((0, numel),)
+        return ((n, numel // shape[0]) for start, stop in self._regions[rank][0] for n in range(start, stop))
 
 
 class Geometries:
@@ -272,9 +324,8 @@ Place = tuple[Hashable, int | None]
 
 
 class HoldersByKey(NamedTuple):
-    """The holders of a kind's matrices: places, and elements and ranks at each place."""
+    """Elements of a kind's matrices, and ranks with any, at each place."""
 
-    places: dict[int, tuple[Place, Place]]
     elements: Counter[Place]
     ranks: Counter[Place]
 
@@ -291,27 +342,42 @@ class Pieces:
     def __init__(self, matrices: Sequence[Matrix], geometries: Geometries, ranks_per_node: int = 8) -> None:
         self.matrices = matrices
         self.ranks_per_node = ranks_per_node
-        self._geometries = geometries
+        self.geometries = geometries
         self.kinds, self.examples = _kinds(matrices, geometries)
         self._holders: dict[tuple[int, Ranks], dict[int, int]] = {}
         self._by_key: dict[tuple[int, Ranks, Hashable], HoldersByKey] = {}
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
+        self._nodes: dict[tuple[tuple[int, ...], Ranks], list[tuple[list[int], list[int]]]] = {}
 
     @classmethod
     def from_plan(cls, plan: Plan, ranks_per_node: int = 8) -> Pieces:
         return cls(plan.matrices, Geometries(plan.parameters), ranks_per_node)
 
     def ranks(self) -> list[int]:
-        return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
+        return sorted({rank for geometry in self.geometries.shared for rank in geometry.layout.mesh.ranks})
 
     def geometry(self, matrix: int) -> Geometry:
-        return self._geometries[self.matrices[matrix].parameter]
+        return self.geometries[self.matrices[matrix].parameter]
 
     def find(self, matrix: int, rank: int) -> Piece | None:
-        return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
+        return self.geometry(matrix).pieces(rank).get(self.matrices[matrix].index)
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
+
+    def nodes(self, kinds: tuple[int, ...], group: Ranks) -> list[tuple[list[int], list[int]]]:
+        """The ranks of each node, and their holdings: equal numbers hold equal pieces of these kinds, as replicas."""
+        if (kinds, group) not in self._nodes:
+            of_kinds = [(self.holders(kind, group), self.geometry(self.examples[kind]).replica) for kind in kinds]
+            numbers: dict[tuple[object, ...], int] = {}
+            nodes: dict[int, tuple[list[int], list[int]]] = {}
+            for rank in group:
+                held = tuple([(stored.get(rank), replica.get(rank)) for stored, replica in of_kinds])
+                ranks, holdings = nodes.setdefault(self.node(rank), ([], []))
+                ranks.append(rank)
+                holdings.append(numbers.setdefault(held, len(numbers)))
+            self._nodes[kinds, group] = list(nodes.values())
+        return self._nodes[kinds, group]
 
     def holders(self, kind: int, group: Ranks) -> Mapping[int, int]:
         """Elements of a matrix of the kind, by rank of the group with any."""
@@ -329,13 +395,12 @@ class Pieces:
         """The holders by the key with this name."""
         # Kept, because a search deals the same matrices hundreds of times.
         if (kind, group, name) not in self._by_key:
-            found = HoldersByKey({}, Counter(), Counter())
-            for rank, elements in self.holders(kind, group).items():
-                found.places[rank] = self.places(rank, key)
-                for place in found.places[rank]:
-                    found.elements[place] += elements
-                    found.ranks[place] += 1
-            self._by_key[kind, group, name] = found
+            elements, ranks = dict[Place, int](), dict[Place, int]()
+            for rank, size in self.holders(kind, group).items():
+                for place in self.places(rank, key):
+                    elements[place] = elements.get(place, 0) + size
+                    ranks[place] = ranks.get(place, 0) + 1
+            self._by_key[kind, group, name] = HoldersByKey(Counter(elements), Counter(ranks))
         return self._by_key[kind, group, name]
 
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
@@ -366,43 +431,6 @@ def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[in
             examples.append(number)
         kinds.append(numbers[key])
     return tuple(kinds), tuple(examples)
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """The ranks to orthogonalize a matrix.
-
-    `local`: ranks that store the whole matrix; nothing is sent. `groups`: sets of ranks whose pieces together are the
-    matrix. Replicas share one group (`split`), or each has its own (`redundant`).
-    """
-
-    local: Ranks
-    groups: tuple[Ranks, ...]
-
-
-def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
-    """The Assembly of each matrix. `split`: replicas divide the matrices."""
-
-    def by_replica(ranks: Iterable[int]) -> tuple[Ranks, ...]:
-        # The result returns to every replica, and every rank can own: HSDP divides the work by the number of replicas.
-        return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks, joined=split))
-
-    holders = [geometry.elements(index) for index in range(len(geometry.stack.matrices))]
-    sets = [by_replica(stored) for stored in holders]
-    whole = [
-        set(stored.values()) == {geometry.numel(index)} and all(len(ranks) == 1 for ranks in sets[index])
-        for index, stored in enumerate(holders)
-    ]
-    groups = components(ranks for index, of_matrix in enumerate(sets) if not whole[index] for ranks in of_matrix)
-    # The whole mesh if it has a single component, or 3 rows over 4 ranks would leave a rank idle. Never join
-    # components: experts of different expert-parallel ranks would travel over all ranks.
-    for mesh in by_replica(geometry.layout.mesh.ranks):
-        if len({groups[rank] for rank in mesh if rank in groups}) == 1:
-            groups |= dict.fromkeys(mesh, mesh)
-    return tuple(
-        Assembly(tuple(stored), ()) if whole[index] else Assembly((), tuple(groups[ranks[0]] for ranks in sets[index]))
-        for index, stored in enumerate(holders)
-    )
 
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, Ranks]:

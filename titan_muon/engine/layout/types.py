@@ -144,7 +144,16 @@ class MatrixStack:
         height = prod(shape[1 : self.row_dims])
         return all(m.rows[0].start // height == (m.rows[-1].stop - 1) // height for m in self.matrices)
 
-    @property
+    def is_in_blocks(self, shape: Sequence[int]) -> bool:
+        """Whether the parameter is a matrix, or each index of dim 0 is."""
+        height = shape[0] if self.row_dims == 1 else prod(shape[1 : self.row_dims])
+        blocks = (Interval(number * height, (number + 1) * height) for number in range(len(self.matrices)))
+        matches = [
+            (m.rows, m.row_step, m.cols) == ((block,), 1, None) for m, block in zip(self.matrices, blocks, strict=True)
+        ]
+        return all(matches) and len(matches) * height == prod(shape[: self.row_dims])
+
+    @cached_property
     def interleaved(self) -> bool:
         return any(matrix.cols is not None or matrix.row_step > 1 for matrix in self.matrices)
 

@@ -73,8 +73,8 @@ def orthogonalizing_ranks(plan: Plan, geometries: Geometries) -> list[Ranks]:
                 ranks_of[number].add(bucket.owners[place])
             else:
                 # Without owners every holder orthogonalizes, in a bucket per replica.
-                pieces = geometries[matrix.parameter].pieces
-                ranks_of[number].update(rank for rank in bucket.group if matrix.index in pieces[rank])
+                geometry = geometries[matrix.parameter]
+                ranks_of[number].update(rank for rank in bucket.group if matrix.index in geometry.pieces(rank))
     return [tuple(sorted(ranks)) for ranks in ranks_of]
 
 
@@ -99,7 +99,7 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
 
 
 def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> BucketProgram:
-    stored = {rank: [(m, pieces.geometry(m).pieces[rank][pieces.matrices[m].index]) for m in matrices]}
+    stored = {rank: [(m, pieces.geometry(m).pieces(rank)[pieces.matrices[m].index]) for m in matrices]}
     bucket = Bucket("all_to_all", (rank,), matrices, (rank,) * len(matrices))
     phase = Phase(Collective.ALL_TO_ALL, parcels(stored, (rank,)), (), (0,), (0,), travels=False, group=(rank,))
     return BucketProgram(bucket, matrices, phase, phase, mirrored=True)

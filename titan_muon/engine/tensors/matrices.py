@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -39,8 +40,9 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
         )
     whole = "f d -> | f d" if len(shape) == 2 else "e f d -> e | f d"
     dims, lengths = (whole, {}) if split is None else (split.dims, split.lengths)
+    fixed = tuple((axis, part if isinstance(part, int) else tuple(part)) for axis, part in lengths.items())
     try:
-        return stack_in(dims, shape, lengths)
+        return stack_in(dims, tuple(shape), fixed)
     except ValueError as error:
         raise ValueError(f"{fqn}: muon.split: dims = {dims!r} {error}") from error
 
@@ -126,12 +128,14 @@ class IndexRange(NamedTuple):
     length: int
 
 
-def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
+@lru_cache(maxsize=64)
+def stack_in(dims: str, shape: tuple[int, ...], fixed: tuple[tuple[str, int | tuple[int, ...]], ...]) -> MatrixStack:
     """The matrices of a parameter of this shape, by einops notation. Raises ValueError for invalid arguments.
 
     Axes may have any order within rows and within columns, because orthogonalization commutes with permutations.
     """
-    notation = parsed(dims)
+    # Kept, because a model has thousands of parameters of few shapes, with hundreds of experts each.
+    notation, lengths = parsed(dims), dict(fixed)
     parts = _parts(notation, lengths)
     sizes = _sizes(notation, shape, {**lengths, **{axis: sum(part) for axis, part in parts.items()}})
     row_dims, transposed = _sides(notation)

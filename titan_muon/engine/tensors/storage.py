@@ -141,9 +141,9 @@ def placement_key(tensor: Tensor) -> object:
 
 def storage_fault(fqn: str, parameter: Tensor, geometry: Geometry, rank: int) -> str | None:
     """The mismatch between this rank's storage and the parameter's layout, or None."""
-    stored, shape = local(parameter), geometry.local_shape.get(rank)
-    if shape is None:
+    if rank not in geometry.replica:
         return None
+    stored, shape = local(parameter), geometry.local_shape(rank)
     # DTensor's placements are wrong for some uneven shards (FSDP2 over TP).
     if tuple(stored.shape) != shape:
         return f"{fqn}: stores {tuple(stored.shape)} here, but its placements say {shape}"
