@@ -91,3 +91,44 @@ def test_shares_of_large_products_are_of_the_rate_that_the_same_run_measured() -
     assert rounded == [82, 85, 74, 76, 59]
     assert "82 to 85 % of the rate of large products (770 TFLOP/s)" in PAGE
     assert "74 to 76 % at 2,048, and 59 % for 128 experts" in PAGE
+
+
+def table_of(page: str) -> list[list[str]]:
+    """The cells of the tables' rows for models on ranks."""
+    lines = (FOLDER / page).read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if len(row) > 9 and row[1].replace(",", "").isdigit()]
+
+
+PLANNED = [
+    row for file in sorted(FOLDER.glob("plan_*.json")) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
+]
+
+
+def test_plans_are_those_of_the_data() -> None:
+    shown = [[*row[:2], row[3].split()[0], row[8].split()[0], row[9]] for row in table_of("plan.md")]
+    assert shown == [
+        [r["model"], str(r["ranks"]), f"{r['step_ms']:,.1f}", f"{r['host_ms']:,.1f}", str(r["collectives"])]
+        for r in PLANNED
+    ]
+
+
+def test_launches_and_the_hosts_time_are_those_of_the_data() -> None:
+    """A piece is in 13 lists of a step."""
+    machine, expected = MACHINES["h200x8"], []
+    for line in (FOLDER / "launches.jsonl").read_text(encoding="utf-8").splitlines():
+        count = json.loads(line)
+        row = count["row"]
+        step = next(planned["step_ms"] for planned in PLANNED if row.items() <= planned.items())
+        host = 1e3 * (machine.host * count["launches"] + machine.host_piece / 13 * count["entries"])
+        counts = [f"{number:,}" for number in (count["launches"], count["entries"])]
+        numbers = [f"{host:.1f}", f"{step:,.1f}", f"{host / step:.2f}"]
+        layout = [row["model"], f"{row['ranks']:,}", row["overlap"], str(row["replicas"])]
+        expected.append([*layout, count["commit"], str(count["rank"]), *counts, *numbers])
+    shown = table_of("host.md")
+    assert shown == expected
+    shares = [float(row[-1]) for row in shown]
+    text = (
+        f"more than half of the step in {sum(share > 0.5 for share in shares)} of these {len(shares)} rows, and longer"
+    )
+    assert f"{text} than the step in {sum(share > 1 for share in shares)}." in (FOLDER / "host.md").read_text()
