@@ -70,7 +70,7 @@ class Muon(SkipsSteps, Optimizer):
             Under DDP, each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an
             empty list.
         process_group: the ranks that train these parameters together, by default all.
-        expert: options that few runs set. The remaining keywords are further fields of `options.MuonOptions`.
+        expert: options that few runs set. The remaining keywords are fields of `options.MuonOptions`.
 
     Raises:
         ValueError: for parameters without names, without matrices, or without a real floating dtype; for unknown names
@@ -277,7 +277,7 @@ class Muon(SkipsSteps, Optimizer):
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum of Muon or torch.optim.Muon (further optimizers: `titan_muon.converted`).
+        """Load hyperparameters and momentum of Muon or torch.optim.Muon (other optimizers: `titan_muon.converted`).
 
         Collective over `process_group`. Raises ValueError on every rank, before anything is loaded, for different
         parameters or a different optimizer, and for momentum missing or with a different mesh or placement.

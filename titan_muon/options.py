@@ -196,7 +196,7 @@ class Expert:
     "normuon". `auto`: where a measured step is faster on this type of GPU."""
 
     buffer_gib: Annotated[float | Literal["auto"], GIB, MAY_CHANGE] = "auto"
-    """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each further GiB must save 3 % of the step
+    """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each GiB more must save 3 % of the step
     time, from 2 GiB on 10 %."""
 
     @property

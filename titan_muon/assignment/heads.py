@@ -16,7 +16,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_a
 
 
 def head_splits(model: nn.Module) -> tuple[Split, ...]:
-    """Splits by which Muon orthogonalizes each head of queries, keys and values alone: `Hybrid(muon={"split": ...})`.
+    """Splits of queries, keys and values into heads, a matrix each: `Hybrid(muon={"split": ...})`.
 
     For attention of Hugging Face with `head_dim` and projections named as in PROJECTIONS, as of Llama, Mistral, Qwen,
     Gemma, OLMo, GLM, Phi, GPT-NeoX, Falcon and GPT-2. The output projection stays one matrix. `Hybrid.table` and

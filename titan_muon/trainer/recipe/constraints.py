@@ -84,7 +84,7 @@ def _schedule(r: Recipe) -> Violations:
     schedule, total = r.lr_scheduler, scheduled_steps(r)
     if total < r.training.steps:
         # The rate would fall below zero after the end of the schedule.
-        yield "lr_scheduler.total_steps", "{training.steps} or more (or absent, which is {training.steps})"
+        yield "lr_scheduler.total_steps", "{training.steps} or more, or left out"
     # TorchTitan would shorten warm-up and decay, so the rates would differ from the recipe's.
     if schedule.warmup_steps > total:
         accepted = "at most the steps of the schedule ({lr_scheduler.total_steps}, or {training.steps})"
