@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titan_muon.engine.orthogonalize import DTYPES
 from titan_muon.engine.orthogonalize.dispatch import HALVES
-from titan_muon.kernels.fused import Table, momentum_launch, update_launch
-from titan_muon.kernels.symmetric import TILES, Launch, Tile, launch_of
+from titan_muon.kernels.fused import TableLaunch
+from titan_muon.kernels.symmetric import TILES, Tile, launch_of
+from titan_muon.kernels.tables import Launch, Table
 
 REGISTERS, BLOCK_REGISTERS, TENSOR_COLUMNS = 255, 65_536, 512
 """Most registers per thread and per block, and columns of tensor memory, on all three architectures."""
@@ -229,7 +230,7 @@ class PassCase:
         kernel: `momentum` or `update`.
         dtypes: of the tensors: averages, gradients and packed, or weights and updates.
         flat, aligned: see `Table`.
-        cautious: `update` alone; bfloat16 weights are rounded stochastically.
+        cautious: `update` alone, where bfloat16 weights are rounded stochastically.
     """
 
     target: Architecture
@@ -240,14 +241,16 @@ class PassCase:
     cautious: bool = False
 
     def launch(self) -> Launch:
-        words = torch.empty(1, 3 * len(self.dtypes) + 3, dtype=torch.int64, device="meta")
-        tiles = torch.empty(1, 2, dtype=torch.int32, device="meta")
-        table = Table(tiles, words, self.flat, self.aligned)
-        lists = [[torch.empty(1, dtype=getattr(torch, name), device="meta")] for name in self.dtypes]
-        if self.kernel == "momentum":
-            return momentum_launch(table, lists, 0.95, None, nesterov=True)
-        seed = 1 if self.dtypes[0] == "bfloat16" else None
-        return update_launch(table, lists, 0.99, -0.02, seed, None, cautious=self.cautious)
+        words, tiles = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
+        dtypes = [getattr(torch, name) for name in self.dtypes]
+        options: dict[str, Any]
+        if self.kernel == "advance":
+            options = dict(zip(("MOMENTUM", "GRAD", "PACKED"), dtypes, strict=True)) | {"PACKS": True}
+        else:
+            options = dict(zip(("PARAM", "UPDATE"), dtypes, strict=True))
+            options |= {"CAUTIOUS": self.cautious, "STOCHASTIC": self.dtypes[0] == "bfloat16"}
+        table = Table(tiles, words, (), self.flat, self.aligned)
+        return TableLaunch(self.kernel, table, options).variant(words, aligned=self.aligned)
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ class CompiledPass:
     """Compiled form of a pass.
 
     Attributes:
-        accesses: instructions in the PTX for elements in global memory, by name, without the table's.
+        accesses: instructions in the PTX for elements in global memory, by name, without those of the tables.
         local: whether the PTX has accesses to local memory.
     """
 
@@ -284,8 +287,8 @@ def compiled_pass(case: PassCase) -> CompiledPass:
     binary = binary_of(case.launch(), case.target)
     ptx = binary.asm["ptx"]
     names = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[\w.]*)", ptx))
-    # A program reads 64-bit words and two 32-bit numbers of the table.
-    elements = {name for name, count in names.items() if "b64" not in name and (name, count) != ("ld.global.b32", 2)}
+    # A program reads 64-bit words and a 32-bit number of tables.
+    elements = {name for name, count in names.items() if "b64" not in name and (name, count) != ("ld.global.b32", 1)}
     threads = 32 * binary.metadata.num_warps
     return CompiledPass(
         case,
@@ -303,7 +306,7 @@ def pass_cases() -> Iterator[PassCase]:
     layouts = ((True, True), (False, True), (True, False), (False, False))
     for target, (flat, aligned) in product(ARCHITECTURES, layouts):
         for state, grad in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
-            yield PassCase(target, "momentum", (state, grad, "bfloat16"), flat, aligned)
+            yield PassCase(target, "advance", (state, grad, "bfloat16"), flat, aligned)
         for weight, cautious in product(("float32", "bfloat16"), (False, True)):
             yield PassCase(target, "update", (weight, "bfloat16"), flat, aligned, cautious)
 

@@ -191,9 +191,9 @@ class Expert:
     algorithm_options: dict[str, dict[str, object]] = field(default_factory=dict, hash=False)
     """Options of registered algorithms by name, for the fields of their `Options` (docs/your_own_algorithm.md)."""
 
-    fused: Annotated[bool | Literal["auto"], SWITCH] = False
-    """Triton kernels for momentum and update, which read and write each tensor once, with `algorithm` = "muon" or
-    "normuon". `auto`: where a measured step is faster on this type of GPU."""
+    fused: Annotated[bool | Literal["auto"], SWITCH] = "auto"
+    """Triton kernels for momentum and update: two launches for a bucket, which read and write each tensor once. `auto`:
+    on GPUs with Triton, for algorithms with the element-wise arithmetic of "muon"; the plan names others."""
 
     buffer_gib: Annotated[float | Literal["auto"], GIB, MAY_CHANGE] = "auto"
     """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each GiB more must save 3 % of the step

@@ -22,14 +22,17 @@ def select(
     options: MuonOptions, groups: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], device: torch.device
 ) -> Selection:
     """The parts for trained parameters, each with a group. Raises OptionError for an unreadable file of a machine."""
+    algorithm, note = algorithm_of(options, groups), ""
     if options.fused == "auto":
-        from .kernels.fused import with_fused
+        if device.type == "cuda":
+            from .kernels.fused import foreach_reason
 
-        options = with_fused(options, device, tensors, groups)
+            note = foreach_reason(options, algorithm, tensors)
+        options = replace(options, fused=device.type == "cuda" and not note)
     from .features import features_of
 
     dispatch, planner = _dispatch_and_planner(options, device)
-    return Selection(options, algorithm_of(options, groups), dispatch, planner, features_of)
+    return Selection(options, algorithm, dispatch, planner, features_of, note)
 
 
 def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:

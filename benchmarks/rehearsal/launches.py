@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 from torch import Tensor
 
 from benchmarks.rehearsal.recorder import Operations
+from titan_muon.kernels.fused import TableLaunch
 
 # Rules of PyTorch's foreach kernels: can_use_fast_route in aten/src/ATen/native/cuda/ForeachUtils.h, and the limits of
 # a launch in MultiTensorApply.cuh.
@@ -25,8 +27,22 @@ class Launches(Operations):
     """Counts kernel launches by operator in `counts`.
 
     Lists of tensors take a launch for many tensors if dtypes, sizes and strides agree and the tensors are dense;
-    otherwise a launch for each tensor.
+    otherwise a launch for each tensor. Launches of Triton's kernels are counted by kernel.
     """
+
+    def __enter__(self) -> Self:
+        self._kernels = mock.patch.object(TableLaunch, "run", lambda launch, *_: self.launched(launch.kernel))
+        self._kernels.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kernels.stop()
+
+    def launched(self, kernel: str) -> None:
+        """Count a launch of a kernel."""
+        self.counts[kernel] += 1
 
     def weight(self, name: str, args: Any) -> int:
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]

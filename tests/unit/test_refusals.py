@@ -306,10 +306,14 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     *[
         (
             lambda name=name: muon(fused=True, algorithm=name, weight_decay=0.0),
-            f"...no kernels for algorithm = '{name}', but for 'muon' and 'normuon'; set False",
+            f"fused = True has no kernels: algorithm = '{name}' has element-wise arithmetic of its own; set 'auto'",
         )
-        for name in ("adamuon", "muonh", "soap")
+        for name in ("adamuon", "soap")
     ],
+    (
+        lambda: muon(fused=True, state_dtype="int8"),
+        "fused = True has no kernels: state_dtype = 'int8' has a momentum of its own; set 'auto'",
+    ),
     (lambda: kernels_for("triton", torch.device("cpu")), "ns_kernel = 'triton' needs CUDA and the package triton"),
     (lambda: owned_only("overlap", "forward"), "overlap = 'forward' has no effect: ...(layers.0.w), and no other"),
     (

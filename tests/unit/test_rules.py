@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,10 +14,6 @@ from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms import algorithm_of
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.engine.layout.work import Work
-from titan_muon.engine.step.muon import MuonAlgorithm
-from titan_muon.kernels.fused import with_fused
-from titan_muon.kernels.measured import Choices
-from titan_muon.options import MuonOptions, OptionError
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
     "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),
@@ -94,18 +89,6 @@ def stepped(muon: Muon, seed: int) -> Muon:
     return muon
 
 
-def test_muon_and_normuon_in_one_muon_may_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_muon.kernels.fused.usable", lambda kind: True)
-    for algorithm, expected in (("normuon", True), ("adamuon", False)):
-        groups = matrices(0, {}, {"algorithm": algorithm})
-        tensors = [group["params"][0][1] for group in groups]
-        monkeypatch.setattr("titan_muon.kernels.fused.measured_choices", lambda device: Choices(fused=True))
-        options = MuonOptions(fused="auto")
-        assert with_fused(options, torch.device("cpu"), tensors, groups).fused is expected
-    with pytest.raises(OptionError, match="no kernels for algorithm = 'adamuon', but for 'muon' and 'normuon'"):
-        Muon(matrices(0, {}, {"algorithm": "adamuon"}), expert=Expert(fused=True)).build()
-
-
 def test_a_plan_for_another_algorithm_has_a_momentum() -> None:
     undecayed = {"weight_decay": 0.0}
     muon, alone = Muon(matrices(0, {}, {"algorithm": "soap", **undecayed})), Muon(matrices(0, {}, undecayed))
@@ -161,21 +144,6 @@ def test_passes_beside_soap_count_the_copies_of_narrow_updates() -> None:
     alone, beside = (Muon(matrices(0, *groups)).plan.passes for groups in ([{}], [{}, {"algorithm": "soap"}]))
     assert beside.apply_bytes == alone.apply_bytes > 0
     assert beside.traffic.apply_launches == alone.traffic.apply_launches
-
-
-def test_fused_calls_have_the_momentum_of_their_own_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(MuonAlgorithm):
-        def decay(self, group: Any) -> float:
-            return 0.5
-
-    decays = []
-    monkeypatch.setattr("titan_muon.kernels.fused.usable", lambda kind: True)
-    for name in ("momentum_launch", "update_launch"):
-        launch = lambda table, lists, number, *rest, **flags: decays.append(number) or Mock()  # noqa: E731
-        monkeypatch.setattr(f"titan_muon.kernels.fused.{name}", launch)
-    monkeypatch.setitem(registry.algorithms._values, "slow", Slow)
-    stepped(Muon(matrices(0, {}, {"algorithm": "slow"}), lr=0.0, expert=Expert(fused=True)), 0)
-    assert sorted(decays) == [0.5, 0.95, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -70,15 +70,15 @@ class Composed(Several):
 
     def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
         super().__init__(options, sorted(algorithms, key=lambda algorithm: algorithm.sums_norms))
-        self._gathering = self._only("before_gather", "decay")
+        self.gathering = self._only("before_gather", "decay")
         self._instead = self._only("orthogonalize")
-        self._returning = self._only("after_return", "add", "factor", "rates")
+        self.returning = self._only("after_return", "add", "factor", "rates")
         self._rescaling = [a for a in self._all if type(a).rescale is not Algorithm.rescale]
         names = [spec.name for spec in self.states(1, 1, transposed=False)]
         if len(set(names)) < len(names):
             problem = f"= {[*options.algorithms]}: two of these keep a state of the same name; take one of them"
             raise OptionError("algorithm", problem)
-        self.momentum = self._gathering.momentum
+        self.momentum = self.gathering.momentum
 
     def _only(self, *methods: str) -> Algorithm:
         """The algorithm with methods of its own instead of Muon's, or else the first one."""
@@ -107,7 +107,7 @@ class Composed(Several):
             algorithm.check(context)
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        self._gathering.before_gather(call, momentum, grads)
+        self.gathering.before_gather(call, momentum, grads)
 
     def update(self, batch: Batch, norms: Tensor) -> None:
         for algorithm in self._all:
@@ -122,4 +122,4 @@ class Composed(Several):
                 own.store(states)
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        self._returning.after_return(call, params)
+        self.returning.after_return(call, params)

@@ -54,6 +54,7 @@ class Selection:
         dispatch: the method of Newton-Schulz by shape.
         planner: the owners and the rounds.
         features_of: the features that are on.
+        note: for the plan.
     """
 
     options: MuonOptions
@@ -61,6 +62,7 @@ class Selection:
     dispatch: Dispatch
     planner: Planner
     features_of: FeaturesOf
+    note: str = ""
 
 
 def checked_plan(
@@ -112,9 +114,10 @@ def plan_step(
     works = work_of(iterations, dispatch, algorithm)
     plan = selected.planner(PlanRequest(parameters, works, options, elements_of(named, selected), kept))
     travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
+    notes = [plan.reason, selected.note]
     if wide := [named[number][0] for number in sorted(travelling) if wire_bytes[number] > options.wire_bytes]:
-        note = f"{listed(wide, 2)} travel in float32, because their algorithm needs this"
-        plan = replace(plan, reason="; ".join(filter(None, (plan.reason, note))))
+        notes.append(f"{listed(wide, 2)} travel in float32, because their algorithm needs this")
+    plan = replace(plan, reason="; ".join(filter(None, notes)))
     check_travels(context, plan)
     return plan
 
@@ -342,10 +345,10 @@ class Engine:
         rank, parts = self.rank, self._parts
         if scaling is not None:
             rank.report.add_skipped(scaling.skipped, scaling.differs)
-            if parts.algorithm.reads_flag:
+            if parts.passes is not None:
                 gradients = replace(gradients, scaling=scaling)
             elif scaling.skipped:
-                # The host waits for the flag, because the algorithm has no kernels that read the flag.
+                # The host waits for the flag, because no kernels read the flag.
                 rank.report.begin([None] * len(gradients.grads))
                 return rank.report.send()
             else:

@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 FEATURES: Sequence[Entry] = (
     Entry(".offload", "OffloadFeature", lambda options, algorithm: options.offload != "none"),
-    Entry("..kernels.fused", "FusedFeature", lambda options, algorithm: bool(options.fused)),
+    Entry("..kernels.fused", "FusedFeature", lambda options, algorithm: options.fused is True),
     Entry(".weight_norms", "WeightNormsFeature", lambda options, algorithm: algorithm.sums_norms),
     Entry(".mask", "IdleFeature", lambda options, algorithm: options.idle == "hold"),
     # The outermost decorator, because restored numbers would not fit restored scales.

@@ -1,243 +1,255 @@
-"""`fused=True`: Triton kernels for momentum and update, which read and write each tensor once."""
-
-# [Note: fused calls]
-# - One kernel launch runs a call. A program of the kernel finds its tensor and elements in a table on the device.
-# - A table has the addresses of tensors. Gradients and buffers may move between steps. Then the step sends a new table
-#   from pinned memory, which PyTorch's host allocator keeps until the copy has run. So the host does not wait.
-# - A table is kept, by its contents and stream, as long as each step uses it.
-# - Kernels compute in float32 and round once, so bits differ from the foreach operators'. Draws are equal.
+"""`fused`: the momentum and the update of a bucket as two launches of Triton kernels, on by default on GPUs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ..algorithms import algorithm_of
-from ..engine.faults.skip import Scaling
-from ..engine.step.algorithm import Algorithm, Decorated, Group, PlanContext, Tensors
+from ..engine.step.algorithm import Algorithm, PlanContext
+from ..engine.step.context import StepContext
 from ..engine.step.feature import BuiltStep, Feature
+from ..engine.step.foreach import MomentumCall, Rectangle, UpdateCall, group_numbers
+from ..engine.step.gradients import StepGradients
 from ..engine.step.muon import MuonAlgorithm
 from ..engine.step.rounding import seed_of, wrapped
+from ..engine.step.views import BucketViews
+from ..engine.tensors.device import is_host
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from .measured import measured_choices
+from .tables import ALIGNMENT, BLOCK, EXCLUDED, MISSING, Launch, Place, Row, Table, address, bits
 
-if TYPE_CHECKING:
-    from ..engine.step.context import StepContext
-    from ..engine.step.foreach import MomentumCall, UpdateCall
-    from ..engine.step.gradients import StepGradients
-    from .symmetric import Launch
-
-BLOCK = 2048
-"""Elements of a program."""
-ALIGNMENT = 16
-"""Elements, and bytes of an address, for accesses of 16 bytes at once."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENTS = 2
+"""Word of the first gradient. Before are the flag of a skipped step and the factor on the gradients."""
+NUMBERS = 6
+"""Words of a group and a shape: momentum's weight, momentum, nesterov, decay, rate, seed."""
 
-Row = tuple[int, ...]
-"""Of the table: elements, columns, count of the first draw; then address, row stride and column stride by tensor."""
+
+Kind = tuple[tuple[str, Any], ...]
+"""Options of a kernel."""
 
 
-class Table(NamedTuple):
-    """The tensors of a launch.
+@dataclass(frozen=True)
+class TableLaunch:
+    """A launch of a kernel of `passes.py`. `options`: dtypes of PyTorch, and flags."""
 
-    Attributes:
-        tiles: (programs, 2) int32: row of `tensors`, and number of the program within this row.
-        tensors: (rows, words) int64.
-        flat: whether all tensors are contiguous.
-        aligned: whether 16 elements are adjacent and aligned everywhere.
+    kernel: str
+    table: Table
+    options: Mapping[str, Any]
+
+    def run(self, vector: Tensor, words: Sequence[int] | None) -> None:
+        """`words`: of the vector, if an address in it is not aligned."""
+        bases = () if words is None else self.table.bases
+        self.variant(vector, aligned=self.table.aligned and not any(words[base] % ALIGNMENT for base in bases)).run()
+
+    def variant(self, vector: Tensor, *, aligned: bool) -> Launch:
+        # Imported on use, because only CUDA builds of PyTorch include Triton.
+        from . import passes
+
+        # Single elements take more registers for addresses than vectors.
+        options = {"FLAT": self.table.flat, "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 4 if aligned else 8}
+        arguments = self.table.tiles, self.table.rows, vector
+        kernel = getattr(passes, self.kernel)
+        return Launch(kernel, (len(self.table.tiles),), arguments, options | passes.of_triton(self.options))
+
+
+class Numbers(NamedTuple):
+    """What has the numbers of a group and a shape."""
+
+    gathering: MuonAlgorithm
+    returning: MuonAlgorithm
+    call: UpdateCall
+
+
+class Kernels:
+    """Two launches for each bucket. A hook that refreshes the vector, see [Note: tables and the vector of a step].
+
+    `views`: the calls of the buckets, with their tensors.
     """
 
-    tiles: Tensor
-    tensors: Tensor
-    flat: bool
-    aligned: bool
+    def __init__(self, rank: StepContext, views: Sequence[BucketViews], algorithm: Algorithm) -> None:
+        self._rank, self._views, self._cautious = rank, views, algorithm.options.cautious
+        self._groups, count = group_numbers(rank), len(rank.storage)
+        self._numbers: dict[tuple[int, tuple[int, int]], Numbers] = {}
+        for call in (call for of in views for call in of.updates):
+            parameter = call.parts[0].parameter
+            own, key = algorithm.for_parameter(parameter), (self._groups[parameter], call.out_in)
+            gathering, returning = own.gathering, own.returning
+            assert isinstance(gathering, MuonAlgorithm), "see `has_kernels`"
+            assert isinstance(returning, MuonAlgorithm), "see `has_kernels`"
+            self._numbers.setdefault(key, Numbers(gathering, returning, call))
+        self._flags = GRADIENTS + count
+        self._words = {key: self._flags + count + NUMBERS * place for place, key in enumerate(self._numbers)}
+        self._storages: dict[UntypedStorage, int] = {}
+        planned = (trained.param.grad_dtype for trained in rank.params)
+        self._dtypes = [dtype or trained.param.dtype for dtype, trained in zip(planned, rank.params, strict=True)]
+        self._advances = [self._launches("advance", map(self._momentum_rows, of.gathers)) for of in views]
+        self._updates = [self._launches("update", map(self._update_rows, of.updates)) for of in views]
+        words = self._flags + count + NUMBERS * len(self._words) + len(self._storages)
+        self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
+        self._copies: list[Tensor] = []
+        self._unaligned: list[int] | None = None
 
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> Table:
-        places = [row[3:] for row in rows]
-        strides = [(row[1], *pair) for row in rows for pair in zip(row[4::3], row[5::3], strict=True)]
-        flat = all((down, across) == (cols, 1) for cols, down, across in strides)
-        sizes = [row[0] for row in rows] if flat else [number for cols, down, _ in strides for number in (cols, down)]
-        numbers = [*sizes, *(address for place in places for address in place[::3])]
-        aligned = all(across == 1 for *_, across in strides) and all(number % ALIGNMENT == 0 for number in numbers)
-        counts = torch.tensor([-(-row[0] // BLOCK) for row in rows], device="cpu")
-        owners = torch.repeat_interleave(torch.arange(len(rows), device="cpu"), counts)
-        starts = (counts.cumsum(0) - counts)[owners]
-        tiles = torch.stack([owners, torch.arange(len(owners), device="cpu") - starts], dim=1).int()
-        return cls(tiles, torch.tensor(rows, dtype=torch.int64, device="cpu"), flat, aligned)
+    # --- tables ---
+
+    def _launches(self, kernel: str, rows: Iterable[Iterator[tuple[Kind, Row]]]) -> list[TableLaunch]:
+        """A launch for the rows of each kind. A bucket has one kind, unless dtypes or alignments differ."""
+        kinds: dict[tuple[Kind, bool], list[Row]] = {}
+        for kind, row in chain.from_iterable(rows):
+            kinds.setdefault((kind, row.aligned), []).append(row)
+        made = ((dict(kind), Table.of(of)) for (kind, _), of in kinds.items())
+        send = self._rank.on_device
+        return [
+            TableLaunch(kernel, table._replace(tiles=send(table.tiles), rows=send(table.rows)), options)
+            for options, table in made
+            if len(table.tiles)
+        ]
+
+    def _momentum_rows(self, call: MomentumCall) -> Iterator[tuple[Kind, Row]]:
+        packed, grads = call.packed or call.momentum, call.grads or (None,) * len(call.parts)
+        for part, momentum, blend, fetched in zip(call.parts, call.momentum, packed, grads, strict=True):
+            grad = self._gradient(part) if fetched is None else self._stored(fetched)
+            dtype = self._dtypes[part.parameter] if fetched is None else fetched.dtype
+            dtypes = {"MOMENTUM": momentum.dtype, "GRAD": dtype, "PACKED": blend.dtype}
+            row = self._row(part, momentum, 0, (self._stored(momentum), grad, self._stored(blend)))
+            yield (*dtypes.items(), ("PACKS", bool(call.packed))), row
+
+    def _update_rows(self, call: UpdateCall) -> Iterator[tuple[Kind, Row]]:
+        firsts = [0] * len(call.parts) if call.chunk is None else call.chunk.firsts
+        flags = {"CAUTIOUS": self._cautious, "STOCHASTIC": call.chunk is not None}
+        for part, param, change, first in zip(call.parts, call.params, call.updates, firsts, strict=True):
+            row = self._row(part, param, first, (self._stored(param), self._stored(change)))
+            yield (("PARAM", param.dtype), ("UPDATE", change.dtype), *flags.items()), row
+
+    def _row(self, part: Rectangle, view: Tensor, first: int, places: tuple[Place, ...]) -> Row:
+        numbers = self._words[self._groups[part.parameter], self._rank.plan.out_in(part.matrix)]
+        return Row(*view.shape, numbers, self._flags + part.parameter, first, places)
+
+    def _stored(self, view: Tensor) -> Place:
+        """The place in a storage."""
+        first = self._flags + len(self._groups) + NUMBERS * len(self._words)
+        base = self._storages.setdefault(view.untyped_storage(), first + len(self._storages))
+        return Place(base, view.storage_offset() * view.itemsize, *view.stride(), view.itemsize)
+
+    def _gradient(self, part: Rectangle) -> Place:
+        """The place in a contiguous gradient."""
+        stored, size = self._rank.storage[part.parameter].param, self._dtypes[part.parameter].itemsize
+        view = part.of(stored)
+        offset = view.storage_offset() - stored.storage_offset()
+        return Place(GRADIENTS + part.parameter, offset * size, *view.stride(), size)
+
+    # --- each step ---
+
+    def begin(self, gradients: StepGradients) -> None:
+        """Refresh the vector. Other dtypes of gradients than in the step before need other tables."""
+        dtypes = [old if (new := gradients.dtype(n)) is None else new for n, old in enumerate(self._dtypes)]
+        if dtypes != self._dtypes:
+            self._dtypes = dtypes
+            self._advances = [self._launches("advance", map(self._momentum_rows, of.gathers)) for of in self._views]
+        grads = [None if grad is None else grad.contiguous() for grad in gradients.grads]
+        # Not all gradients, because `release_grads` frees them in the step.
+        self._copies = [g for g, given in zip(grads, gradients.grads, strict=True) if g is not None and g is not given]
+        flags = [MISSING * (g is None) + EXCLUDED * (n in gradients.excluded) for n, g in enumerate(grads)]
+        numbers = [self._numbers_of(*of) for of in self._numbers.values()]
+        addresses = [0 if grad is None else address(grad) for grad in grads]
+        storages = [address(storage) for storage in self._storages]
+        words = [0, bits(1.0), *addresses, *flags]
+        for number in chain.from_iterable(numbers):
+            words.append(number if isinstance(number, int) else 0)
+        words += storages
+        self._unaligned = words if any(word % ALIGNMENT for word in (*addresses, *storages)) else None
+        host, floats = torch.tensor(words, dtype=torch.int64, device="cpu"), self._vector.view(torch.float32)
+        self._vector.copy_(host if is_host(self._rank.device) else host.pin_memory(), non_blocking=True)
+        # A rate in device memory, where the host does not wait for it.
+        for word, number in enumerate(chain.from_iterable(numbers), self._flags + len(flags)):
+            if isinstance(number, Tensor):
+                floats[2 * word].copy_(number)
+        if (scaling := gradients.scaling) is not None:
+            self._vector[0].copy_(scaling.skipped)
+            if scaling.inverse is not None:
+                floats[2].copy_(scaling.inverse)
+
+    def _numbers_of(self, gathering: MuonAlgorithm, returning: MuonAlgorithm, call: UpdateCall) -> list[int | Tensor]:
+        group, momentum = call.group, gathering.decay(call.group)
+        lr, decay = returning.rates(group)
+        factor = -lr * decay if self._cautious else 1 - lr * decay
+        rates = [n if isinstance(n, Tensor) else bits(n) for n in (factor, -lr * returning.factor(call))]
+        seed = wrapped(seed_of(group[STEP])) if STEP in group else 0
+        return [bits(1 - momentum), bits(momentum), int(group["nesterov"]), *rates, seed]
+
+    def advance(self, index: int) -> None:
+        for launch in self._advances[index]:
+            launch.run(self._vector, self._unaligned)
+
+    def apply(self, index: int) -> None:
+        for launch in self._updates[index]:
+            launch.run(self._vector, self._unaligned)
+
+    def end(self) -> None:
+        self._copies.clear()
 
 
-def rows_of(lists: Sequence[Tensors], firsts: Sequence[int]) -> tuple[Row, ...]:
-    """The rows of a table for lists of equally many (rows, cols) tensors."""
-    return tuple(
-        (
-            tensors[0].numel(),
-            tensors[0].size(1),
-            wrapped(first),
-            *(word for tensor in tensors for word in (tensor.data_ptr(), *tensor.stride())),
-        )
-        for first, *tensors in zip(firsts, *lists, strict=True)
-    )
-
-
-def momentum_launch(
-    table: Table, lists: Sequence[Tensors], decay: float, scaling: Scaling | None, *, nesterov: bool
-) -> Launch:
-    """`lists`: momentum, gradients and packed tensors, or no packed tensors."""
-    from .passes import momentum
-
-    dtypes = _dtypes(("MOMENTUM", "GRAD", "PACKED"), (*lists, lists[0])[:3])
-    flags = {"PACKS": len(lists) == 3, "NESTEROV": nesterov}
-    inverse = None if scaling is None else scaling.inverse
-    flags |= {"SKIPS": scaling is not None, "SCALED": inverse is not None}
-    skipped = None if scaling is None else scaling.skipped
-    return _launch(momentum, table, (1 - decay, decay, skipped, inverse), dtypes | flags)
-
-
-def update_launch(
-    table: Table,
-    lists: Sequence[Tensors],
-    factor: float | Tensor,
-    rate: float | Tensor,
-    seed: int | None,
-    scaling: Scaling | None,
-    *,
-    cautious: bool,
-) -> Launch:
-    """`lists`: parameters and updates. `seed`: of stochastic rounding, or None."""
-    from .passes import update
-
-    flags = {"CAUTIOUS": cautious, "STOCHASTIC": seed is not None, "IN_MEMORY": isinstance(rate, Tensor)}
-    options = _dtypes(("PARAM", "UPDATE"), lists) | flags | {"SKIPS": scaling is not None}
-    skipped = None if scaling is None else scaling.skipped
-    return _launch(update, table, (factor, rate, 0 if seed is None else seed, skipped), options)
-
-
-def _dtypes(names: Sequence[str], lists: Sequence[Tensors]) -> dict[str, Any]:
-    import triton.language as tl
-
-    return {
-        name: getattr(tl, str(tensors[0].dtype).removeprefix("torch."))
-        for name, tensors in zip(names, lists, strict=True)
-    }
-
-
-def _launch(kernel: Any, table: Table, numbers: tuple[Any, ...], options: dict[str, Any]) -> Launch:
-    from .symmetric import Launch
-
-    # Single elements take more registers for addresses than vectors.
-    options |= {"FLAT": table.flat, "ALIGNED": table.aligned, "BLOCK": BLOCK, "num_warps": 4 if table.aligned else 8}
-    return Launch(kernel, (len(table.tiles),), (table.tiles, table.tensors, *numbers), options)
+# --- the feature ---
 
 
 def usable(kind: str) -> bool:
-    """Whether Triton runs on a type of device. Triton's interpreter runs on the CPU alone."""
+    """Whether Triton runs on a type of device. Triton's interpreter runs only on the CPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return find_spec("triton") is not None and kind == ("cpu" if interpreted else "cuda")
 
 
-class Fused(Decorated):
-    """Runs each element-wise call as one kernel, see [Note: fused calls]. The innermost decorator."""
-
-    reads_flag = True
-
-    def __init__(self, inner: Algorithm, tables: Tables) -> None:
-        super().__init__(inner)
-        self._tables = tables
-
-    def _of(self, call: MomentumCall | UpdateCall) -> MuonAlgorithm:
-        algorithm = self.inner.for_parameter(call.parts[0].parameter)
-        assert isinstance(algorithm, MuonAlgorithm), "`check` accepts algorithms with Muon's arithmetic"
-        return algorithm
-
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        decay, nesterov = self._of(call).decay(call.group), call.group["nesterov"]
-        lists = [momentum, grads, call.packed] if call.packed else [momentum, grads]
-        # A kernel has one layout of rows, so that the place of an absent tensor is filled.
-        table = self._tables.on_device([momentum, grads, call.packed or momentum], [0] * len(momentum))
-        momentum_launch(table, lists, decay, self._tables.scaling, nesterov=nesterov).run()
-
-    def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        muon = self._of(call)
-        lr, decay = muon.rates(call.group)
-        cautious = self.options.cautious
-        factor, rate = -lr * decay if cautious else 1 - lr * decay, -lr * muon.factor(call)
-        firsts = [0] * len(params) if call.chunk is None else call.chunk.firsts
-        seed = None if call.chunk is None else seed_of(call.group[STEP])
-        table = self._tables.on_device([params, call.updates], firsts)
-        update_launch(table, [params, call.updates], factor, rate, seed, self._tables.scaling, cautious=cautious).run()
-
-
-class Tables:
-    """The tables on the device, kept as long as each step uses them, and the flag of the step. A hook of the step."""
-
-    def __init__(self, rank: StepContext) -> None:
-        self._rank = rank
-        self._tables: dict[Any, Table] = {}
-        self._last: dict[Any, Table] = {}
-        self.scaling: Scaling | None = None
-
-    def begin(self, gradients: StepGradients) -> None:
-        self.scaling = gradients.scaling
-        self._last, self._tables = self._tables, {}
-
-    def end(self) -> None:
-        """Nothing: the next step looks up this step's tables."""
-
-    def on_device(self, lists: Sequence[Tensors], firsts: Sequence[int]) -> Table:
-        """The table of these tensors. Tensors of a stream are reused on this stream, so the stream is in the key."""
-        rows = rows_of(lists, firsts)
-        key = (torch.get_device_module(self._rank.device).current_stream(), rows)
-        table = self._tables.get(key) or self._last.get(key)
-        if table is None:
-            host = Table.of(rows)
-            table = host._replace(tiles=self._rank.on_device(host.tiles), tensors=self._rank.on_device(host.tensors))
-        self._tables[key] = table
-        return table
-
-
 def has_kernels(algorithm: Algorithm) -> bool:
-    """Whether the algorithm has Muon's element-wise arithmetic."""
-    methods = ("before_gather", "after_return", "add", "factor")
-    return all(getattr(type(algorithm), n) is getattr(MuonAlgorithm, n) for n in methods)
+    """Whether the element-wise arithmetic of an algorithm is Muon's."""
+    parts = (algorithm.gathering, ("before_gather",)), (algorithm.returning, ("after_return", "add"))
+    return all(getattr(type(of), name, None) is getattr(MuonAlgorithm, name) for of, names in parts for name in names)
+
+
+def foreach_reason(options: MuonOptions, algorithm: Algorithm, tensors: Sequence[Tensor]) -> str:
+    """Why `fused = "auto"` takes PyTorch's operators on a GPU; empty if it takes the kernels."""
+    numbers = range(len(tensors))
+    # A plan may be for GPUs that this machine lacks.
+    if not usable("cuda") and torch.accelerator.is_available():
+        reason = "the package triton is missing"
+    else:
+        reason = _unfit(options, map(algorithm.for_parameter, numbers), tensors)
+    return reason and f"momentum and update by PyTorch's operators: {reason}"
+
+
+def _unfit(options: MuonOptions, algorithms: Iterable[Algorithm], tensors: Iterable[Tensor]) -> str:
+    own = next((of.options.algorithm for of in algorithms if not has_kernels(of)), None)
+    if own is not None:
+        return f"algorithm = {own!r} has element-wise arithmetic of its own"
+    if options.state_dtype == "int8":
+        return "state_dtype = 'int8' has a momentum of its own"
+    return "" if all(tensor.dtype in DTYPES for tensor in tensors) else "parameters are wider than float32"
 
 
 class FusedFeature(Feature):
     """Kernels for momentum and update."""
 
     def check(self, context: PlanContext) -> None:
-        """Raise OptionError for an algorithm with other arithmetic, wider weights, and a device without Triton."""
+        """Raise OptionError for other arithmetic, wider weights, and a device without Triton."""
         options, device = context.options, context.device
-        if not has_kernels(algorithm_of(options)):
-            problem = f"= True has no kernels for algorithm = {options.algorithm!r}, but for 'muon' and 'normuon'"
-            raise OptionError("fused", f"{problem}; set False")
+        if problem := _unfit(options, [algorithm_of(options)], [tensor for _, tensor in context.named]):
+            raise OptionError("fused", f"= True has no kernels: {problem}; set 'auto'")
         # A dry run may plan for GPUs that this machine lacks.
         if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):
-            remedy = "install Triton and train on a GPU, or set False (on CPUs, TRITON_INTERPRET=1 runs tests)"
+            remedy = "install Triton and train on a GPU, or set 'auto' (on CPUs, TRITON_INTERPRET=1 runs tests)"
             raise OptionError("fused", f"= True needs Triton, which does not run on {device}; {remedy}")
-        wrong = [fqn for fqn, tensor in context.named if tensor.dtype not in DTYPES]
-        if wrong:
-            problem = f"= True computes in float32, and these parameters are wider: {', '.join(wrong[:5])}; set False"
-            raise OptionError("fused", problem)
 
     def decorate(self, parts: BuiltStep) -> None:
-        tables = Tables(parts.rank)
-        parts.algorithm = Fused(parts.algorithm, tables)
-        parts.hooks.append(tables)
+        # Before others decorate it.
+        self._algorithm = parts.algorithm
 
-
-def with_fused(
-    options: MuonOptions, device: torch.device, tensors: Sequence[Tensor], groups: Sequence[Group] = ()
-) -> MuonOptions:
-    """The options with `fused = "auto"` decided: by the measurement of this GPU, if the kernels take the tensors."""
-    algorithm = algorithm_of(options, groups)
-    takes = usable(device.type) and all(tensor.dtype in DTYPES for tensor in tensors)
-    takes = takes and all(has_kernels(algorithm.for_parameter(number)) for number in range(len(tensors)))
-    return replace(options, fused=measured_choices(device).fused and takes)
+    def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
+        parts.passes = kernels = Kernels(parts.rank, parts.views, self._algorithm)
+        # After the hook that takes the memory of `offload`, whose addresses this one reads.
+        parts.hooks.append(kernels)

@@ -1,4 +1,4 @@
-"""Measured choices for types of GPUs: symmetric kernels, fused passes and float16."""
+"""Measured choices for types of GPUs: symmetric kernels and float16."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ class Choices:
 
     Attributes:
         kernels: fields of `orthogonalize.Kernel`.
-        fused: whether the kernels of `fused` make a step faster.
         float16: whether Newton-Schulz in float16 is as accurate as in bfloat16.
     """
 
     kernels: tuple[Mapping[str, Any], ...] = ()
-    fused: bool = False
     float16: bool = True
 
 
 def choices_of(gpu: str, file: Path = MEASURED) -> Choices:
     """The choices for a GPU's name; "" for no GPU."""
     entry = json.loads(file.read_text(encoding="utf-8")).get(gpu, {})
-    return Choices(tuple(entry.get("kernels", ())), entry.get("fused", False), entry.get("float16", True))
+    return Choices(tuple(entry.get("kernels", ())), entry.get("float16", True))
 
 
 def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:

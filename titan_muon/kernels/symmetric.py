@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..engine.orthogonalize.dispatch import KERNEL_SIDES
+from .tables import Launch
 
 
 @dataclass(frozen=True)
@@ -169,20 +169,6 @@ def by_pointers(  # type: ignore[no-untyped-def]
         tl.store(square, rounded, mask=inside)
         mirror = d + cols[:, None] * d_row + rows[None, :]
         tl.store(mirror, tl.trans(rounded), mask=(cols[:, None] < size) & (rows[None, :] < size))
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch `kernel[grid](*args, **options)`. `run` skips an empty grid."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any]
-
-    def run(self) -> None:
-        if all(self.grid):
-            self.kernel[self.grid](*self.args, **self.options)
 
 
 def launch_of(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, tile: Tile) -> Launch:

@@ -143,7 +143,7 @@ def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
         stochastic = options.rounding == "stochastic" and kind.is_bfloat16
         drawn = drawn or stochastic
         kept, temporary = 0, 0
-        if not options.fused:
+        if options.fused is not True:
             # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum. A GradScaler, as
             # accelerators may have, takes a scaled copy of the gradients.
             kept += wide * (1 + (state_bytes < wide)) + size * (not on_cpu)

@@ -1,344 +1,280 @@
-"""muon.expert.fused: kernels that read and write each tensor once compute what the foreach operators do.
+"""muon.expert.fused: two launches for a bucket, with the bits of the foreach operators.
 
-Kernels run under Triton's interpreter, which rounds products before sums: bits are those of separate operators.
+Kernels run under Triton's interpreter, with fused multiply-adds that round once, as on GPUs and in PyTorch's vectors.
 """
 
 import importlib.util
 import math
 import os
+import random
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.accuracy import relative_error
 from tests.dist.harness import run_ranks
-from tests.shared import muon_keywords
-from titan_muon import Expert, Muon
-from titan_muon.engine.faults.skip import Scaling
-from titan_muon.engine.step.context import StepContext
-from titan_muon.engine.step.muon import Tensors
-from titan_muon.engine.step.rounding import chunk_of, draw_key, memory_bytes, seed_of
-from titan_muon.kernels import fused
-from titan_muon.kernels.fused import BLOCK, Table, momentum_launch, rows_of, update_launch
-from titan_muon.kernels.measured import Choices
+from tests.shared import equal, muon_keywords
+from titan_muon import Expert, Muon, Split, registry
+from titan_muon.algorithms import algorithm_of
+from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
+from titan_muon.kernels import fused, tables
+from titan_muon.kernels.fused import TableLaunch
+from titan_muon.kernels.tables import BLOCK, Place, Row, Table
 from titan_muon.options import MuonOptions
+from titan_muon.selection import select
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1: make kernels")
-
-SHAPES, ALIGNED = ((5, 7), (1, 1), (0, 6), (33, 80), (1, BLOCK + 3)), ((48, 64),)
+ROWS = 12 * int(os.environ.get("TITAN_MUON_LONG", "1"))
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda stored: stored,
-    "columns of a wider tensor": lambda stored: torch.cat([stored, stored], 1)[:, : stored.size(1)],
-    "interleaved rows": lambda stored: stored.repeat_interleave(2, 0)[::2],
-    "interleaved columns": lambda stored: stored.repeat_interleave(3, 1)[:, ::3],
-    "transposed": lambda stored: stored.t().contiguous().t(),
-}
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def tensors(seed: int, dtype: torch.dtype, layout: str = "contiguous", aligned: bool = False) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ALIGNED if aligned else SHAPES
-    return [LAYOUTS[layout](torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    change = end - start
-    return start + change * weight if weight < 0.5 else end - change * (1 - weight)
-
-
-def table(lists: list[list[Tensor]], firsts: list[int] | None = None) -> Table:
-    return Table.of(rows_of(lists, firsts or [0] * len(lists[0])))
-
-
-@pytest.mark.parametrize(
-    ("is_faster", "rule", "dtype", "expected"),
-    [
-        (True, "muon", FLOAT32, True),
-        (False, "muon", FLOAT32, False),
-        (True, "muonh", FLOAT32, False),
-        (True, "muon", torch.float64, False),
-    ],
-)
-def test_auto_takes_the_kernels_where_they_were_measured_as_faster_and_run(
-    is_faster: bool, rule: str, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "measured_choices", lambda device: Choices(fused=is_faster))
-    monkeypatch.setattr(fused, "usable", lambda device: True)
-    options = MuonOptions(fused="auto", algorithm=rule)
-    assert fused.with_fused(options, torch.device("cpu"), [torch.zeros(2, 2, dtype=dtype)]).fused is expected
-
-
-def test_auto_without_a_measurement_takes_the_foreach_operators() -> None:
-    muon = Muon([("w", nn.Parameter(torch.ones(4, 6)))], expert=Expert(fused="auto")).build()
-    assert muon.options.fused is False
-
-
-@needs_interpreter
-@every_layout
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize(
-    ("state", "grad", "wire"),
-    [
-        (FLOAT32, FLOAT32, BFLOAT16),
-        (FLOAT32, BFLOAT16, FLOAT32),
-        (BFLOAT16, BFLOAT16, BFLOAT16),
-        (FLOAT32, FLOAT16, BFLOAT16),
-    ],
-    ids=str,
-)
-def test_the_momentum_has_the_bits_of_float32_operators(
-    state: torch.dtype, grad: torch.dtype, wire: torch.dtype, nesterov: bool, aligned: bool, layout: str
-) -> None:
-    averages, grads = tensors(0, state, layout, aligned), tensors(1, grad, layout, aligned)
-    packed = tensors(2, wire, aligned=aligned)
-    before = [average.clone() for average in averages]
-    advanced = [lerp(a.float(), g.float(), 0.05) for a, g in zip(averages, grads, strict=True)]
-    pairs = list(zip(grads, advanced, strict=True))
-    blends = [lerp(g.float(), a, 0.95) if nesterov else a for g, a in pairs]
-    lists = [averages, grads, packed]
-    momentum_launch(table(lists), lists, 0.95, None, nesterov=nesterov).run()
-    assert all(torch.equal(p, b.to(wire)) for p, b in zip(packed, blends, strict=True))
-    assert all(torch.equal(a, b.to(state)) for a, b in zip(averages, advanced, strict=True))
-    torch._foreach_copy_(averages, before)
-    momentum_launch(table([averages, grads, averages]), [averages, grads], 0.95, None, nesterov=nesterov).run()
-    assert all(torch.equal(a, b.to(state)) for a, b in zip(averages, advanced, strict=True)), "without packing"
-
-
-@needs_interpreter
-@every_layout
-@pytest.mark.parametrize("cautious", [True, False])
-@pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "wire"), [(FLOAT32, BFLOAT16), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT16, BFLOAT16)], ids=str
-)
-def test_an_update_is_rounded_once(
-    dtype: torch.dtype, wire: torch.dtype, in_memory: bool, cautious: bool, layout: str
-) -> None:
-    params, updates = tensors(0, dtype, layout), tensors(1, wire)
-    factor, rate = torch.tensor(-0.002 if cautious else 0.998), torch.tensor(-0.02)
-    wide = [
-        decayed(p.float(), u.float(), factor, cautious) + u.float() * rate for p, u in zip(params, updates, strict=True)
-    ]
-    numbers = (factor, rate) if in_memory else (factor.item(), rate.item())
-    update_launch(table([params, updates]), [params, updates], *numbers, None, None, cautious=cautious).run()
-    assert all(torch.equal(p, w.to(dtype)) for p, w in zip(params, wide, strict=True))
-
-
-def decayed(param: Tensor, update: Tensor, factor: Tensor, cautious: bool) -> Tensor:
-    return torch.where(param * update < 0, param, param + param * factor) if cautious else param * factor
-
-
-@needs_interpreter
-@every_layout
-@pytest.mark.parametrize("cautious", [True, False])
-def test_stochastic_rounding_has_the_draws_of_the_foreach_operators(cautious: bool, layout: str) -> None:
-    params, updates = tensors(0, BFLOAT16, layout), tensors(1, FLOAT32)
-    # All bits set, as CUDA writes it; infinities; and a weight that a draw moves to infinity.
-    params[3][0, :4] = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max])
-    updates[3][1, 0] = torch.tensor(-1, dtype=torch.int32).view(FLOAT32)
-    firsts = [draw_key("w", index) + 2**31 * (index % 2) for index in range(len(params))]
-    factor, rate = torch.tensor(-0.002 if cautious else 0.998), torch.tensor(-0.02)
-    expected = [param.clone() for param in params]
-    scratch = torch.empty(sum(map(memory_bytes, params)), dtype=torch.uint8)
-    chunk = chunk_of([param.shape for param in params], firsts, scratch)
-    assert [number % 2**32 for number in chunk.firsts] == [first % 2**32 for first in firsts]
-
-    def apply(wide: Tensors, added: Tensors) -> None:
-        for param, update in zip(wide, added, strict=True):
-            param.copy_(decayed(param, update, factor, cautious) + update * rate)
-
-    for step in (0, 15, 16):
-        chunk.update(expected, updates, apply, step)
-        numbers = (factor.item(), rate.item(), seed_of(step))
-        update_launch(
-            table([params, updates], chunk.firsts), [params, updates], *numbers, None, cautious=cautious
-        ).run()
-        for param, bits in zip(params, expected, strict=True):
-            assert torch.equal(param.nan_to_num(-1.0), bits.nan_to_num(-1.0))
-    # Cautious decay subtracts infinity.
-    assert cautious or params[3][0, :2].tolist() == [math.inf, -math.inf]
-    assert params[3][0, 2].isnan()
-    assert params[3][1, 0].isnan()
-
-
-@needs_interpreter
-@pytest.mark.parametrize("skipped", [True, False])
-def test_a_skipped_step_changes_nothing_and_a_scale_is_removed(skipped: bool) -> None:
-    averages, grads, packed = tensors(0, FLOAT32), tensors(1, FLOAT32), tensors(2, FLOAT32)
-    params, updates = tensors(3, BFLOAT16), tensors(4, BFLOAT16)
-    before = [tensor.clone() for tensor in (*averages, *params)]
-    scaling = Scaling(torch.tensor(skipped), torch.tensor(0.25))
-    expected = before[: len(averages)]
-    if skipped:
-        grads[0][0, 0] = math.nan
-    else:
-        expected = [lerp(a, g * 0.25, 0.05) for a, g in zip(averages, grads, strict=True)]
-    lists = [averages, grads, packed]
-    momentum_launch(table(lists), lists, 0.95, scaling, nesterov=False).run()
-    update_launch(table([params, updates]), [params, updates], 0.5, -1.0, 3, scaling, cautious=False).run()
-    assert all(map(torch.equal, averages, expected))
-    assert all(map(torch.equal, packed, expected))
-    changed = [not torch.equal(p, b) for p, b in zip(params, before[len(averages) :], strict=True) if p.numel()]
-    assert changed == [not skipped] * len(changed)
-
-
 STEPS = 3
-MODEL = {"wide": (24, 40), "tall": (33, 20), "experts": (3, 16, 32)}
+SHAPES = {
+    "aligned": (48, 64),
+    "wide": (24, 40),
+    "tall": (33, 20),
+    "long": (3, BLOCK + 3),
+    "one": (1, 1),
+    "experts": (3, 16, 32),
+    "odd": (4, 5, 7),
+    "qkv": (24, 12),
+    "columns": (16, 48),
+}
+SPLITS = (
+    # Interleaved rows, and columns of a weight.
+    Split(match="qkv", dims="(g p h) d -> p | (g h) d", lengths={"p": (2, 1, 1), "h": 3}),
+    Split(match="columns", dims="d (g f) -> g | f d", lengths={"g": 3}),
+)
 
 
-def drawn(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in MODEL.items()}
+@pytest.fixture(autouse=True)
+def single_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter computes a fused multiply-add as two operations."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    def fma(self: object, x: Any, y: Any, z: Any) -> Any:
+        with numpy.errstate(over="ignore", invalid="ignore"):
+            wide = x.data.astype(numpy.float64) * y.data.astype(numpy.float64) + z.data.astype(numpy.float64)
+            return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
 
 
-def trained(dtype: torch.dtype, change: Callable[[Muon, int], None] | None = None, **options: Any) -> list[Tensor]:
-    """Weights and momentum after some steps."""
-    params = {name: nn.Parameter(value) for name, value in drawn(0, dtype).items()}
-    muon = Muon(list(params.items()), **muon_keywords(**{"lr": 0.02, "orthogonalize": "reference", **options}))
-    for step in range(STEPS):
-        for name, grad in drawn(step + 1, dtype).items():
-            params[name].grad = grad
-        if change is not None:
-            change(muon, step)
-        muon.step()
-    muon.check_last_step()
-    return [tensor.detach() for p in params.values() for tensor in (p, muon.state[p]["momentum_buffer"])]
+# --- training ---
 
 
-def with_scale(muon: Muon, step: int) -> None:
+Change = Callable[[Muon, list[nn.Parameter], int], None]
+"""Before a step: of the optimizer, of its parameters, in a step."""
+
+
+def with_scale(muon: Muon, params: list[nn.Parameter], step: int) -> None:
     """As torch.amp.GradScaler, with an overflow in the second step."""
-    for group in muon.param_groups:
-        for param in group["params"]:
-            param.grad.mul_(8)
+    if step == 1:
+        params[0].grad = torch.full_like(params[0].grad, math.inf)
     muon.grad_scale, muon.found_inf = torch.tensor(8.0), torch.tensor(float(step == 1))
 
 
-def with_highest_rate(muon: Muon, step: int) -> None:
+def with_highest_rate(muon: Muon, params: list[nn.Parameter], step: int) -> None:
     for group in muon.param_groups:
         group["max_lr"] = 0.03
 
 
-def without_gradient(muon: Muon, step: int) -> None:
+def without_gradient(muon: Muon, params: list[nn.Parameter], step: int) -> None:
     if step == 1:
-        muon.param_groups[0]["params"][0].grad = None
+        params[0].grad = None
+
+
+def broken_at_last(muon: Muon, params: list[nn.Parameter], step: int) -> None:
+    if step == STEPS - 1:
+        params[0].grad[0] = math.nan
+
+
+def elsewhere(muon: Muon, params: list[nn.Parameter], step: int) -> None:
+    """Another dtype, another order in memory, an address that is not aligned, and another rate."""
+    for param, grad in zip(params, [param.grad for param in params], strict=True):
+        memory = torch.empty(grad.numel() + 1, dtype=FLOAT32 if step == 1 else grad.dtype)
+        param.grad_dtype = None
+        param.grad = memory[1:].view(grad.shape).copy_(grad)
+        if step == 2 and grad.ndim == 2:
+            param.grad = grad.t().contiguous().t()
+    for group in muon.param_groups:
+        group["lr"] = 0.01 * (step + 1)
+
+
+def trained(
+    names: list[str],
+    dtypes: list[tuple[torch.dtype, torch.dtype]],
+    seed: int,
+    change: Change | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Weights and momentum after some steps. `dtypes`: of weights and gradients, by parameter."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str) -> Tensor:
+        return torch.randn(SHAPES[name], generator=generator)
+
+    params = []
+    for name, (weight, grad) in zip(names, dtypes, strict=True):
+        params.append(nn.Parameter(drawn(name).to(weight)))
+        params[-1].grad_dtype = grad
+    keywords = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "orthogonalize": "reference",
+        "split": tuple(split for split in SPLITS if split.match in names),
+        **options,
+    }
+    muon = Muon(list(zip(names, params, strict=True)), **muon_keywords(**keywords))
+    for step in range(STEPS):
+        for name, param, (_, dtype) in zip(names, params, dtypes, strict=True):
+            param.grad = drawn(name).to(dtype)
+        if change is not None:
+            change(muon, params, step)
+        muon.step()
+    return [tensor.detach() for param in params for tensor in (param, muon.state[param]["momentum_buffer"])]
+
+
+def row_of(seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    names = draw.sample([*SHAPES], draw.randint(1, 4))
+    options: dict[str, Any] = {
+        "rounding": draw.choice(("stochastic", "stochastic", "nearest")),
+        "cautious": draw.random() < 0.3,
+        "nesterov": draw.random() < 0.7,
+        "wire_dtype": draw.choice(("bfloat16", "bfloat16", "float32")),
+        "state_dtype": draw.choice(("float32", "float32", "bfloat16")),
+        "algorithm": draw.choice(("muon", "muon", "normuon", ("muoneq", "normuon"))),
+        "offload": draw.choice(("none", "none", "state", "parameters")),
+        "adjust_lr_fn": draw.choice(("original", "match_rms_adamw", 0.3)),
+        "release_grads": draw.random() < 0.2,
+    }
+    if any(name in ("qkv", "columns") for name in names):
+        options["offload"] = "none"
+    changes = [None, None, with_scale, broken_at_last, elsewhere]
+    dtypes = [(draw.choice((FLOAT32, BFLOAT16)), draw.choice((FLOAT32, BFLOAT16))) for _ in names]
+    return {"names": names, "dtypes": dtypes, "seed": seed, "change": draw.choice(changes), **options}
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore")
+def test_random_rows_have_the_bits_of_the_foreach_operators() -> None:
+    """Uneven and tiny matrices, stacks, interleaved rows, cut columns, faults, and every choice of the arithmetic."""
+    for seed in range(ROWS):
+        row = row_of(seed)
+        foreach, kernels = trained(**row, fused=False), trained(**row, fused=True)
+        assert all(map(same, kernels, foreach)), row
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    return bool(torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0)))
 
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("dtype", "options", "change"),
+    ("options", "change"),
     [
-        (FLOAT32, {}, None),
-        (FLOAT32, {"nesterov": False, "adjust_lr_fn": "original", "lr": 0.01}, None),
-        (FLOAT32, {"cautious": True, "decay_follows_lr": True}, with_highest_rate),
-        (FLOAT32, {"lr": torch.tensor(0.02)}, None),
-        (FLOAT32, {"momentum_warmup_steps": 2, "algorithm": "normuon"}, None),
-        (FLOAT32, {"state_dtype": "int8"}, None),
-        (FLOAT32, {"offload": "state"}, None),
-        (FLOAT32, {"offload": "parameters"}, None),
-        (FLOAT32, {"idle": "hold"}, None),
-        (FLOAT32, {"on_bad_gradient": "skip_missing"}, without_gradient),
-        (FLOAT32, {}, with_scale),
-        (BFLOAT16, {"wire_dtype": "float32"}, None),
-        (BFLOAT16, {"state_dtype": "bfloat16", "cautious": True}, None),
-        (BFLOAT16, {}, with_scale),
+        ({"cautious": True, "decay_follows_lr": True}, with_highest_rate),
+        ({"lr": torch.tensor(0.02)}, None),
+        ({"momentum_warmup_steps": 2}, None),
+        ({"algorithm": "muonh", "weight_decay": 0.0}, None),
+        ({"idle": "hold"}, None),
+        ({"on_bad_gradient": "skip_missing"}, without_gradient),
+        ({"on_bad_gradient": "skip_step"}, without_gradient),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=str,
 )
-def test_training_is_that_of_the_foreach_operators(
-    dtype: torch.dtype, options: dict[str, Any], change: Callable[[Muon, int], None] | None
-) -> None:
-    foreach = trained(dtype, change, **options)
-    # Newton-Schulz in bfloat16 enlarges a difference of one bit.
-    tolerance = 1e-4 if dtype == FLOAT32 else 3e-3
-    for ours, theirs in zip(trained(dtype, change, fused=True, **options), foreach, strict=True):
-        assert relative_error(ours.float(), theirs.float()).max() <= tolerance
+def test_options_have_the_bits_of_the_foreach_operators(options: dict[str, Any], change: Change | None) -> None:
+    row: dict[str, Any] = {
+        "names": ["wide", "experts"],
+        "dtypes": [(FLOAT32, FLOAT32)] * 2,
+        "seed": 0,
+        "change": change,
+    }
+    assert equal(trained(**row, **options, fused=True), trained(**row, **options, fused=False))
 
 
 @needs_interpreter
-def test_a_call_is_a_launch_and_a_table_is_sent_only_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, launches = Counter[int](), Counter[int]()
-    on_device, now = StepContext.on_device, 0
+@pytest.mark.parametrize("name", ["weight", "update"])
+def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(name: str, monkeypatch: Any) -> None:
+    """Infinity, a NaN with all bits set, and a weight that a draw moves to infinity."""
+    edges = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max, 0.0, -0.0])
+    edges[2:3] = torch.tensor([-1], dtype=torch.int32).view(FLOAT32)
+    results = []
+    for kernels in (False, True):
+        param = nn.Parameter(torch.ones(16, 24, dtype=BFLOAT16))
+        muon = Muon(
+            [("w", param)], lr=0.02, weight_decay=0.1, expert=Expert(fused=kernels, wire_dtype="float32")
+        ).build()
+        update = MuonAlgorithm.update
 
-    def counted(rank: StepContext, tensor: Tensor) -> Tensor:
-        sent[now] += tensor.dtype == torch.int64
-        return on_device(rank, tensor)
+        def with_edges(self: MuonAlgorithm, batch: Any, norms: Tensor, update: Any = update) -> None:
+            update(self, batch, norms)
+            batch.whole[0, 0, : len(edges)] = edges
 
-    param = nn.Parameter(torch.randn(64, 48))
-    params = {"a": param, **{f"b{index}": nn.Parameter(torch.randn(16, 16)) for index in range(5)}}
-    muon = Muon(list(params.items()), expert=Expert(fused=True, keep_buffers=True)).build()
-    for tensor in params.values():
-        tensor.grad = torch.randn(tensor.shape)
-    monkeypatch.setattr(StepContext, "on_device", counted)
-    for name in ("momentum_launch", "update_launch"):
-        make = getattr(fused, name)
-
-        def launched(*args: Any, make: Any = make, **kept: Any) -> Any:
-            launches[now] += 1
-            return make(*args, **kept)
-
-        monkeypatch.setattr(fused, name, launched)
-    for now in range(3):
-        if now == 2:
-            param.grad = param.grad.clone()
+        monkeypatch.setattr(MuonAlgorithm, "update", with_edges if name == "update" else update)
+        if name == "weight":
+            param.data[0, : len(edges)] = edges.bfloat16()
+        param.grad = torch.randn(16, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
         muon.step()
-    views = muon.engine.step.views
-    calls = sum(len(of.gathers) + len(of.updates) for of in views)
-    assert calls < 2 * len(params), "calls of several tensors"
-    assert launches == dict.fromkeys(range(3), calls)
-    assert sent == Counter({0: calls, 2: 1}), "the call with the moved gradient"
-    assert len(muon.engine.step.hooks[0]._tables) == calls, "tables of earlier gradients are dropped"
+        monkeypatch.setattr(MuonAlgorithm, "update", update)
+        results.append(param.detach())
+    assert same(*results)
+    assert results[0][0, 2].isnan()
 
 
-def sharded(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
-    """Whole weights after some steps, by placement."""
-    mesh, results = init_device_mesh("cpu", (world_size,)), {}
-    for name, dim in (("rows", 0), ("columns", 1)):
-        values = {key: value for key, value in drawn(0, dtype).items() if value.ndim == 2}
-        params = {k: nn.Parameter(distribute_tensor(v, mesh, [Shard(dim)])) for k, v in values.items()}
-        muon = Muon(list(params.items()), **muon_keywords(lr=0.02, orthogonalize="reference", fused=True))
-        for step in range(STEPS):
-            grads = {k: distribute_tensor(drawn(step + 1, dtype)[k], mesh, [Shard(dim)]) for k in params}
-            # Backward accumulates the gradients.
-            sum((param.float() * grads[k].float()).sum() for k, param in params.items()).backward()
-            muon.step()
-            muon.zero_grad()
-        muon.check_last_step()
-        results[name] = [param.full_tensor().detach() for param in params.values()]
-    return results
+# --- static tables ---
 
 
 @needs_interpreter
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-def test_shards_get_the_bits_of_one_process(dtype: torch.dtype) -> None:
-    whole = trained(dtype, fused=True)[:4:2]
-    for results in run_ranks(sharded, 2, dtype):
-        for name, weights in results.items():
-            # Columns have other draws, see [Note: draws].
-            if dtype == FLOAT32 or name != "columns":
-                assert all(map(torch.equal, weights, whole)), name
+def test_a_bucket_has_two_launches_and_no_step_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, made = Counter[tuple[int, str]](), Counter[int]()
+    now = 0  # The step; 0 before.
+    run, of = TableLaunch.run, Table.of
+
+    def counted(launch: TableLaunch, *rest: Any) -> None:
+        launches[now, launch.kernel] += 1
+        run(launch, *rest)
+
+    monkeypatch.setattr(TableLaunch, "run", counted)
+    monkeypatch.setattr(Table, "of", lambda rows: made.update([now]) or of(rows))
+    params = {f"{n}": nn.Parameter(torch.randn(*shape)) for n, shape in enumerate([(64, 48)] * 3 + [(16, 16)] * 4)}
+    muon = Muon(list(params.items()), expert=Expert(fused=True)).build()
+    for now in range(1, 4):  # noqa: B007
+        for tensor in params.values():
+            tensor.grad = torch.randn(tensor.shape, dtype=tensor.dtype)
+        muon.step()
+    buckets = len(muon.engine.step.views)
+    assert launches == {(now, kernel): buckets for now in range(1, 4) for kernel in ("advance", "update")}
+    assert made == {0: 2 * buckets}
+
+
+def stored(view: Tensor) -> Place:
+    return Place(0, view.storage_offset() * view.itemsize, *view.stride(), view.itemsize)
+
+
+def row(view: Tensor, first: int = 0) -> Row:
+    return Row(*view.shape, 5, 6, first, (stored(view), stored(torch.empty(view.shape))))
 
 
 def test_a_table_has_each_element_once_and_hints_that_hold() -> None:
     odd, even = torch.empty(5, 7), torch.empty(48, 3 * BLOCK)
-    aligned = Table.of(rows_of([[even], [even.bfloat16()]], [-1]))
+    aligned = Table.of([row(even, -1)])
     assert (aligned.flat, aligned.aligned) == (True, True)
-    assert aligned.tensors[0, :3].tolist() == [even.numel(), 3 * BLOCK, -1]
-    assert aligned.tensors[0, 3:6].tolist() == [even.data_ptr(), 3 * BLOCK, 1]
-    empty = torch.empty(0, 7)
-    tiles = Table.of(rows_of([[odd, empty, even]], [0, 0, 0])).tiles
-    assert tiles.tolist() == [[0, 0], *([2, number] for number in range(48 * 3))]
+    assert aligned.rows.tolist() == [[even.numel(), 3 * BLOCK, 0, 5, 6, -1, *[0, 0, 3 * BLOCK, 1] * 2]]
+    several = Table.of([row(odd), row(torch.empty(0, 7)), row(even)])
+    assert several.tiles.tolist() == [0] + [1] * 48 * 3
+    assert several.rows[:, 2].tolist() == [0, 1], "the first program of a row"
     wide = torch.empty(16, 96)
-    hints = [
+    for view, flat, is_aligned in [
         (odd, True, False),
         (wide, True, True),
         (wide[:, :32], False, True),
@@ -346,20 +282,138 @@ def test_a_table_has_each_element_once_and_hints_that_hold() -> None:
         (wide.flatten()[1:65].view(2, 32), True, False),
         (wide[:, ::3], False, False),
         (torch.empty(96, 16).t(), False, False),
-    ]
-    for view, flat, is_aligned in hints:
-        made = Table.of(rows_of([[view], [torch.empty(view.shape)]], [0]))
+    ]:
+        made = Table.of([row(view)])
         assert (made.flat, made.aligned) == (flat, is_aligned), view.stride()
 
 
-def test_wider_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "usable", lambda device: True)
-    with pytest.raises(ValueError, match="fused = True computes in float32, and these parameters are wider: w; set"):
-        Muon([("w", nn.Parameter(torch.ones(16, 16, dtype=torch.float64)))], expert=Expert(fused=True)).build()
+def test_rows_of_many_elements_are_cut_with_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs count elements in 32 bits."""
+    monkeypatch.setattr(tables, "MOST", 100)
+    view = torch.empty(10, 64)[:, :48]
+    words = Table.of([row(view, 7)]).rows
+    assert words[:, 0].tolist() == [96] * 5
+    assert words[:, 5].tolist() == [7 + 96 * part for part in range(5)]
+    assert words[:, 7].tolist() == [4 * 64 * 2 * part for part in range(5)]
+
+
+# --- shards ---
+
+
+def sharded(rank: int, world_size: int, dtype: torch.dtype, fused: bool) -> dict[str, list[Tensor]]:
+    """Whole weights after some steps, by placement."""
+    mesh, results = init_device_mesh("cpu", (world_size,)), {}
+    for name, dim in (("rows", 0), ("columns", 1)):
+        generator = torch.Generator().manual_seed(0)
+        new = lambda shape: distribute_tensor(torch.randn(shape, generator=generator).to(dtype), mesh, [Shard(dim)])  # noqa: B023, E731
+        params = {shape: nn.Parameter(new(shape)) for shape in ((24, 40), (33, 20))}
+        options = {"lr": 0.02, "orthogonalize": "reference", "fused": fused}
+        muon = Muon([(str(shape), param) for shape, param in params.items()], **muon_keywords(**options))
+        for step in range(STEPS):
+            for shape, param in params.items():
+                param.grad = new(shape)
+            if step == STEPS - 1:
+                # The momentum stays, and the owner makes no update.
+                params[33, 20].grad = None
+            muon.step()
+        tensors = (tensor for param in params.values() for tensor in (param, muon.state[param]["momentum_buffer"]))
+        results[name] = [tensor.full_tensor().detach() for tensor in tensors]
+    return results
+
+
+def sharded_twice(rank: int, world_size: int, dtype: torch.dtype) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        single_rounding.__wrapped__(patch)  # type: ignore[attr-defined]
+        kernels, foreach = sharded(rank, world_size, dtype, True), sharded(rank, world_size, dtype, False)
+    return [name for name in kernels if not equal(kernels[name], foreach[name])]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_shards_have_the_bits_of_the_foreach_operators(dtype: torch.dtype) -> None:
+    assert run_ranks(sharded_twice, 2, dtype) == [[], []]
+
+
+# --- choice ---
+
+
+class OwnSum(MuonAlgorithm):
+    """An override of `add`."""
+
+    def add(self, params: Tensors, updates: Tensors, scratch: Tensors, *, call: Any) -> None:
+        """Nothing."""
+
+
+class Slow(MuonAlgorithm):
+    """Another momentum, and the arithmetic of Muon."""
+
+    def decay(self, group: Any) -> float:
+        """Half."""
+        return 0.5
+
+
+OWN = "has element-wise arithmetic of its own"
+CHOICES: list[tuple[dict[str, Any], torch.dtype, str]] = [
+    *(
+        ({"algorithm": name}, FLOAT32, "")
+        for name in ("muon", "normuon", "muoneq_both", "muonh", ("muoneq", "normuon"), "slow")
+    ),
+    *(({"algorithm": name}, FLOAT32, OWN) for name in ("adamuon", "soap", ("muoneq", "adamuon"), "own sum")),
+    ({"state_dtype": "int8"}, FLOAT32, "'int8' has a momentum of its own"),
+    ({}, torch.float64, "wider than float32"),
+    ({}, FLOAT16, ""),
+]
+
+
+@pytest.fixture
+def with_own_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, of in (("own sum", OwnSum), ("slow", Slow)):
+        monkeypatch.setitem(registry.algorithms._values, name, of)
+
+
+@pytest.mark.usefixtures("with_own_algorithms")
+@pytest.mark.parametrize(("options", "dtype", "reason"), CHOICES, ids=str)
+def test_a_gpu_takes_kernels_for_muons_arithmetic_and_the_plan_names_the_rest(
+    options: dict[str, Any], dtype: torch.dtype, reason: str
+) -> None:
+    tensors, chosen = [torch.zeros(2, 2, dtype=dtype)], MuonOptions(**options)
+    on_gpu = select(chosen, [{}], tensors, torch.device("cuda"))
+    assert (on_gpu.options.fused, on_gpu.note == "") == (not reason, not reason)
+    assert reason in on_gpu.note
+    assert select(chosen, [{}], tensors, torch.device("cpu")).options.fused is False
+
+
+def test_a_parameter_with_another_algorithm_decides_for_all() -> None:
+    options, groups = MuonOptions(), [{}, {"algorithm": "adamuon"}]
+    algorithm = algorithm_of(options, groups)
+    assert OWN in fused.foreach_reason(options, algorithm, [torch.zeros(2, 2)] * 2)
+    assert (
+        fused.foreach_reason(options, algorithm_of(options, [{}, {"algorithm": "normuon"}]), [torch.zeros(2, 2)] * 2)
+        == ""
+    )
+
+
+def test_a_gpu_without_triton_takes_the_foreach_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "usable", lambda kind: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert (
+        "the package triton is missing" in select(MuonOptions(), [{}], [torch.zeros(2, 2)], torch.device("cuda")).note
+    )
+
+
+@pytest.mark.usefixtures("with_own_algorithms")
+def test_the_kernels_get_the_momentum_of_their_own_algorithm() -> None:
+    params = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    groups: list[dict[str, Any]] = [{"params": [("a", params[0])]}, {"params": [("b", params[1])], "algorithm": "slow"}]
+    muon = Muon(groups, expert=Expert(fused=False)).build()
+    rank, views = muon.engine.rank, muon.engine.step.views
+    kernels = fused.Kernels(rank, views, algorithm_of(rank.options, muon.param_groups))
+    numbers = [kernels._numbers_of(*of) for of in kernels._numbers.values()]
+    assert sorted(row[1] for row in numbers) == [tables.bits(0.5), tables.bits(0.95)]
 
 
 def test_the_interpreter_does_not_read_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "find_spec", lambda name: True)
+    monkeypatch.setattr(fused, "find_spec", lambda name: SimpleNamespace())
     for interpreted, device in (("1", "cpu"), ("0", "cuda")):
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
         usable = {name for name in ("cpu", "cuda", "mps") if fused.usable(name)}

@@ -18,8 +18,8 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
-DECORATORS = ["kernels.fused", "kernels.passes"]
-FILES = [*FEATURES, *DECORATORS]
+KERNELS = ["kernels.fused", "kernels.passes", "kernels.tables"]
+FILES = [*FEATURES, *KERNELS]
 
 STEPS = """
 import sys
@@ -41,7 +41,7 @@ print(sorted(name for name in {files!r} if sys.modules.get("titan_muon." + name)
 
 
 def loaded(kept: tuple[str, ...], options: str = "", found_inf: str = "None") -> str:
-    """The files of features and decorators imported by two steps while all files but `kept` are removed."""
+    """The files of features and kernels imported by two steps while all files but `kept` are removed."""
     removed = [f"titan_muon.{name}" for name in FILES if name not in kept]
     code = STEPS.format(removed=removed, options=options, found_inf=found_inf, files=FILES)
     status, shown = run_program("-c", code)
@@ -65,7 +65,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
         pytest.param(
-            ("kernels.fused", "kernels.passes"),
+            tuple(KERNELS),
             "expert=Expert(fused=True)",
             "None",
             marks=needs_interpreter,

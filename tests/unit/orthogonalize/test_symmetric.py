@@ -126,9 +126,9 @@ def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
 ) -> None:
     kernels = [{"dtype": "float16", "rows": 256, "products": name} for name in ("plain", "triton")]
     file = tmp_path / "measured.json"
-    file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "fused": True}}))
+    file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "float16": False}}))
     choices = choices_of("GPU X", file)
-    assert (choices.fused, choices.float16) == (True, True)
+    assert not choices.float16
     monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
     monkeypatch.setattr("titan_muon.kernels.measured.product_of", lambda name: None)
     monkeypatch.setattr("titan_muon.kernels.measured.measured_choices", lambda device: choices)

@@ -66,7 +66,7 @@ class Algorithm:
         wire_dtype: of matrices in transit. None: as the option says.
         counts_steps: whether groups count their steps, under `STEP`.
         temporary_bytes: of `rescale`, for an element of a matrix.
-        reads_flag: whether kernels read `StepGradients.scaling`. Otherwise the host reads the flag before the step.
+        gathering, returning: the algorithms of `before_gather` and `after_return`; this one unless it is composed.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
             restores the norm after the step.
     """
@@ -78,11 +78,11 @@ class Algorithm:
     wire_dtype: Literal["float32"] | None = None
     counts_steps = False
     temporary_bytes: int = 0
-    reads_flag = False
     sums_norms = False
 
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
+        self.gathering = self.returning = self
 
     @property
     def wire_bytes(self) -> int:

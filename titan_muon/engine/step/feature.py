@@ -9,7 +9,7 @@ from ..layout.types import Plan
 from ..state.states import MatrixStates
 from .algorithm import Algorithm, PlanContext
 from .context import StepContext
-from .step import Hook, HostTensors, LateUpdates, MuonStep, UpdateMask
+from .step import Hook, HostTensors, LateUpdates, MuonStep, Passes, UpdateMask
 from .views import build_views
 
 
@@ -40,7 +40,7 @@ FeaturesOf = Callable[[MuonOptions, Algorithm], Sequence[Feature]]
 class BuiltStep:
     """A rank's step, made with the features that are on.
 
-    `workspace`, `offload`: memory of assembled matrices, and the tensors on the host, if any.
+    `workspace`, `offload`, `passes`: memory of assembled matrices, the tensors on the host, and kernels, if any.
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class BuiltStep:
         self.rank, self.algorithm, self.states = rank, algorithm, states
         self.hooks, self.mask = list[Hook](), UpdateMask(rank.report)
         self.offload: HostTensors | None = None
+        self.passes: Passes | None = None
         for feature in features:
             feature.decorate(self)
         self.views, self.workspace, flags = build_views(rank, algorithm.whole, self.states)
         for feature in features:
             feature.build(self, before)
         rank.report.watch(flags)
-        seams = self.algorithm, self.mask, overlap, self.offload, self.hooks
+        seams = self.algorithm, self.mask, overlap, self.offload, self.hooks, self.passes
         self.step = MuonStep(rank.program, self.views, rank.exchange, rank.report, *seams)
 
 

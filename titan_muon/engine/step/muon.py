@@ -68,7 +68,11 @@ class MuonAlgorithm(Algorithm):
         if self.options.cautious:
             decay_cautiously(params, updates, lr * decay)
             decay = 0.0
-        torch._foreach_mul_(params, 1 - lr * decay)
+        kept = 1 - lr * decay
+        if params[0].dtype.itemsize < 4 and is_host(params[0].device):
+            # For lists on a CPU, PyTorch rounds a number to 16 bits first: 0.998 to 0.996.
+            kept = torch.as_tensor(kept, dtype=torch.float32)
+        torch._foreach_mul_(params, kept)
         if scratch:
             # On a GPU, operators on lists of mixed dtypes launch one kernel per tensor. Copies do not.
             torch._foreach_copy_(scratch, updates)

@@ -49,6 +49,13 @@ class HostTensors(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Passes(Protocol):
+    """The element-wise work of each bucket, in the place of an algorithm's calls. Reads `StepGradients.scaling`."""
+
+    def advance(self, index: int) -> None: ...
+    def apply(self, index: int) -> None: ...
+
+
 class Hook(Protocol):
     """Work before the first bucket of a step and after the last."""
 
@@ -102,6 +109,7 @@ class MuonStep:
         overlap: what ends the late buckets. None: this step.
         offload: where momentum, gradients and weights are. None: on the device.
         hooks: what begins before the first bucket and ends after the last, outermost first.
+        passes: the element-wise work. None: the calls of the views.
     """
 
     program: Program
@@ -113,16 +121,20 @@ class MuonStep:
     overlap: LateUpdates | None = None
     offload: HostTensors | None = None
     hooks: Sequence[Hook] = ()
+    passes: Passes | None = None
 
     def bucket(self, views: BucketViews, gradients: StepGradients) -> SuspendedBucket:
         """From gradients to weights. At each `yield` other buckets run, while this one is on the network.
 
         A local bucket (an owned matrix, a whole expert) has the same stages, and its exchange does nothing.
         """
-        algorithm, offload, index = self.algorithm, self.offload, views.index
+        algorithm, offload, passes, index = self.algorithm, self.offload, self.passes, views.index
         # Holders update the momentum of every shard that they store, and pack the shards into the send buffer.
         with trace_range("advance", index), NOTHING if offload is None else offload.fetched("gather"):
-            for call in views.gathers if gradients.uniform else by_dtype(views.gathers, gradients):
+            if passes is not None:
+                passes.advance(index)
+            gathers = () if passes is not None else views.gathers
+            for call in gathers if gradients.uniform else by_dtype(gathers, gradients):
                 # A gradient is released after its last call.
                 placed = [(gradients.grads[part.parameter], part.place) for part in call.parts]
                 grads: list[Any] = [grad if place is None else grad[place] for grad, place in placed]  # type: ignore[index]
@@ -157,8 +169,10 @@ class MuonStep:
         # Holders decay their weights and add the update.
         with trace_range("apply", index):
             self.exchange.wait(index)
-            updates = views.updates
             with NOTHING if offload is None else offload.fetched("update"):
+                if passes is not None:
+                    passes.apply(index)
+                updates = () if passes is not None else views.updates
                 for update in without_parameters(updates, excluded) if excluded else updates:
                     algorithm.after_return(update, update.params)
         # Act.APPLY: the generator ends.
