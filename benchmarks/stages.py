@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import tyro
-from titan_muon.engine.faults.skip import NormCheck
 from torch import nn
 
 import titan_muon.engine.engine as engine_module
@@ -30,6 +29,7 @@ from benchmarks.one_gpu.worlds import read
 from benchmarks.rehearsal.fake_gpu import fake_gpu
 from benchmarks.rehearsal.launches import Launches
 from titan_muon import Expert, Muon
+from titan_muon.engine.faults.skip import NormCheck
 
 STAGES = ("advance", "gather", "orthogonalize", "send_back", "apply", "tell", "rest")
 ONE_GPU = {"one GPU, reference": "reference", "one GPU, auto": "auto"}
@@ -120,7 +120,7 @@ def main(arguments: Arguments) -> None:
     torch.set_num_threads(1)
     print(f"{line(['row', *STAGES, 'sum', 'skippable'])}\n|---|{'---:|' * (len(STAGES) + 2)}", flush=True)
     for name in arguments.worlds:
-        stages, skippable = counted(name, {"true": True, "false": False}.get(arguments.fused, "auto"))  # type: ignore[arg-type]
+        stages, skippable = counted(name, {"true": True, "false": False}.get(arguments.fused, "auto"))
         print(line([name, *(stages[stage] for stage in STAGES), stages.total(), skippable]), flush=True)
 
 

@@ -57,6 +57,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
         (Split(match="*.up.weight", dims="f (d g) -> g | f d", lengths={"g": 2}),),
     ),
     "buffer_gib": (2**-6,),
+    "fused": (True,),
 }
 """Sample values of options without choices."""
 NAMES = {

@@ -21,10 +21,10 @@ from ..engine.step.gradients import StepGradients
 from ..engine.step.muon import MuonAlgorithm
 from ..engine.step.rounding import seed_of, wrapped
 from ..engine.step.views import BucketViews
-from ..engine.tensors.device import is_host
+from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from .tables import ALIGNMENT, BLOCK, EXCLUDED, MISSING, Launch, Place, Row, Table, address, bits
+from .tables import ALIGNMENT, BLOCK, EXCLUDED, MISSING, Launch, Place, Row, Table, address, bits, placed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = 2
@@ -47,8 +47,8 @@ class TableLaunch:
 
     def run(self, vector: Tensor, words: Sequence[int] | None) -> None:
         """`words`: of the vector, if an address in it is not aligned."""
-        bases = () if words is None else self.table.bases
-        self.variant(vector, aligned=self.table.aligned and not any(words[base] % ALIGNMENT for base in bases)).run()
+        is_aligned = words is None or not any(words[base] % ALIGNMENT for base in self.table.bases)
+        self.variant(vector, aligned=self.table.aligned and is_aligned).run()
 
     def variant(self, vector: Tensor, *, aligned: bool) -> Launch:
         # Imported on use, because only CUDA builds of PyTorch include Triton.
@@ -131,20 +131,20 @@ class Kernels:
 
     def _row(self, part: Rectangle, view: Tensor, first: int, places: tuple[Place, ...]) -> Row:
         numbers = self._words[self._groups[part.parameter], self._rank.plan.out_in(part.matrix)]
-        return Row(*view.shape, numbers, self._flags + part.parameter, first, places)
+        rows, cols = view.shape
+        return Row(rows, cols, numbers, self._flags + part.parameter, first, places)
 
     def _stored(self, view: Tensor) -> Place:
         """The place in a storage."""
         first = self._flags + len(self._groups) + NUMBERS * len(self._words)
         base = self._storages.setdefault(view.untyped_storage(), first + len(self._storages))
-        return Place(base, view.storage_offset() * view.itemsize, *view.stride(), view.itemsize)
+        return placed(base, view, int(view.storage_offset()), view.itemsize)
 
     def _gradient(self, part: Rectangle) -> Place:
         """The place in a contiguous gradient."""
         stored, size = self._rank.storage[part.parameter].param, self._dtypes[part.parameter].itemsize
         view = part.of(stored)
-        offset = view.storage_offset() - stored.storage_offset()
-        return Place(GRADIENTS + part.parameter, offset * size, *view.stride(), size)
+        return placed(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
 
     # --- each step ---
 

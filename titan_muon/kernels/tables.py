@@ -39,6 +39,12 @@ class Place(NamedTuple):
     itemsize: int
 
 
+def placed(base: int, view: Tensor, offset: int, itemsize: int) -> Place:
+    """The place of a view, `offset` elements after the base."""
+    down, across = view.stride()
+    return Place(base, offset * itemsize, down, across, itemsize)
+
+
 class Row(NamedTuple):
     """A piece. `numbers`, `flag`: words of the vector. `first`: count of the first draw. `places`: by tensor."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import stages
 from benchmarks.one_gpu import float16, links, newton_schulz, one_rank, worlds
 from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.options import Machine, OptionError
@@ -95,3 +96,10 @@ def test_the_measured_machine_is_one_for_the_planner() -> None:
     assert machine.node == machine_of(Machine(name="h100x8")).node, "nothing was measured within a node"
     with pytest.raises(OptionError, match=r"machine.file = 'machine.json' .*it was rehearsed without a GPU"):
         machine_of(Machine(file="machine.json"), "cuda", json.dumps({"source": "rehearsed", "flops": {}}))
+
+
+def test_momentum_and_update_of_a_bucket_take_a_launch_each_on_a_gpu() -> None:
+    """Also in a step that the device may skip."""
+    (plain, skippable), buckets = stages.counted("qwen3_8b", "auto"), 3
+    assert (plain["advance"], plain["apply"]) == (buckets, buckets)
+    assert (plain.total(), skippable) == (123, 134)

@@ -26,7 +26,7 @@ from titan_muon.algorithms import algorithm_of
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import fused, tables
 from titan_muon.kernels.fused import TableLaunch
-from titan_muon.kernels.tables import BLOCK, Place, Row, Table
+from titan_muon.kernels.tables import BLOCK, Place, Row, Table, placed
 from titan_muon.options import MuonOptions
 from titan_muon.selection import select
 
@@ -258,7 +258,7 @@ def test_a_bucket_has_two_launches_and_no_step_makes_a_table(monkeypatch: pytest
 
 
 def stored(view: Tensor) -> Place:
-    return Place(0, view.storage_offset() * view.itemsize, *view.stride(), view.itemsize)
+    return placed(0, view, int(view.storage_offset()), view.itemsize)
 
 
 def row(view: Tensor, first: int = 0) -> Row:
