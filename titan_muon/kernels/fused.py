@@ -24,12 +24,12 @@ from ..engine.step.views import BucketViews
 from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from .tables import ALIGNMENT, BLOCK, EXCLUDED, MISSING, Launch, Place, Row, Table, address, bits, placed
+from .tables import ALIGNMENT, BLOCK, EXCLUDED, MISSING, Launch, Row, Table, ViewPlace, address, bits, view_place
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = 2
 """Word of the first gradient. Before are the flag of a skipped step and the factor on the gradients."""
-NUMBERS = 6
+GROUP_WORDS = 6
 """Words of a group and a shape: momentum's weight, momentum, nesterov, decay, rate, seed."""
 
 
@@ -87,13 +87,13 @@ class Kernels:
             assert isinstance(returning, MuonAlgorithm), "see `has_kernels`"
             self._numbers.setdefault(key, Numbers(gathering, returning, call))
         self._flags = GRADIENTS + count
-        self._words = {key: self._flags + count + NUMBERS * place for place, key in enumerate(self._numbers)}
+        self._words = {key: self._flags + count + GROUP_WORDS * place for place, key in enumerate(self._numbers)}
         self._storages: dict[UntypedStorage, int] = {}
         planned = (trained.param.grad_dtype for trained in rank.params)
         self._dtypes = [dtype or trained.param.dtype for dtype, trained in zip(planned, rank.params, strict=True)]
         self._advances = [self._launches("advance", map(self._momentum_rows, of.gathers)) for of in views]
         self._updates = [self._launches("update", map(self._update_rows, of.updates)) for of in views]
-        words = self._flags + count + NUMBERS * len(self._words) + len(self._storages)
+        words = self._flags + count + GROUP_WORDS * len(self._words) + len(self._storages)
         self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
         self._copies: list[Tensor] = []
         self._unaligned: list[int] | None = None
@@ -129,22 +129,22 @@ class Kernels:
             row = self._row(part, param, first, (self._stored(param), self._stored(change)))
             yield (("PARAM", param.dtype), ("UPDATE", change.dtype), *flags.items()), row
 
-    def _row(self, part: Rectangle, view: Tensor, first: int, places: tuple[Place, ...]) -> Row:
+    def _row(self, part: Rectangle, view: Tensor, first: int, places: tuple[ViewPlace, ...]) -> Row:
         numbers = self._words[self._groups[part.parameter], self._rank.plan.out_in(part.matrix)]
         rows, cols = view.shape
         return Row(rows, cols, numbers, self._flags + part.parameter, first, places)
 
-    def _stored(self, view: Tensor) -> Place:
+    def _stored(self, view: Tensor) -> ViewPlace:
         """The place in a storage."""
-        first = self._flags + len(self._groups) + NUMBERS * len(self._words)
+        first = self._flags + len(self._groups) + GROUP_WORDS * len(self._words)
         base = self._storages.setdefault(view.untyped_storage(), first + len(self._storages))
-        return placed(base, view, int(view.storage_offset()), view.itemsize)
+        return view_place(base, view, int(view.storage_offset()), view.itemsize)
 
-    def _gradient(self, part: Rectangle) -> Place:
+    def _gradient(self, part: Rectangle) -> ViewPlace:
         """The place in a contiguous gradient."""
         stored, size = self._rank.storage[part.parameter].param, self._dtypes[part.parameter].itemsize
         view = part.of(stored)
-        return placed(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
+        return view_place(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
 
     # --- each step ---
 

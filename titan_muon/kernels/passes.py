@@ -19,10 +19,10 @@ from .tables import EXCLUDED, MISSING
 
 FIRST_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[0]))
 SECOND_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[1]))
-HEADER: tl.constexpr = tl.constexpr(6)
+ROW_HEADER: tl.constexpr = tl.constexpr(6)
 """Words of a row before its tensors, see `Row.words`. Each tensor has four."""
 NO_GRADIENT: tl.constexpr = tl.constexpr(MISSING)
-NO_UPDATE: tl.constexpr = tl.constexpr(EXCLUDED)
+STAYS: tl.constexpr = tl.constexpr(EXCLUDED)
 
 
 def of_triton(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def advance(  # type: ignore[no-untyped-def]
 
     A row has momentum, gradient and packed tensor. A missing gradient packs NaN, so that the owner makes no update.
     """
-    words, index, inside, cols = _piece(tiles, table, HEADER + 12, ALIGNED, BLOCK)
+    words, index, inside, cols = _piece(tiles, table, ROW_HEADER + 12, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
-    momenta = _pointers(words + HEADER, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
-    grads = _pointers(words + HEADER + 4, vector, index, cols, GRAD, FLAT, ALIGNED)
+    momenta = _pointers(words + ROW_HEADER, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
+    grads = _pointers(words + ROW_HEADER + 4, vector, index, cols, GRAD, FLAT, ALIGNED)
     present = (flag & NO_GRADIENT) == 0
     before = tl.load(momenta, mask=inside).to(tl.float32)
     grad = tl.load(grads, mask=inside & present, other=float("nan")).to(tl.float32) * _float(vector + 1)
@@ -117,7 +117,7 @@ def advance(  # type: ignore[no-untyped-def]
         blend = tl.where(tl.load(numbers + 2) != 0, _lerp(grad, average, _float(numbers + 1)), average)
         if MOMENTUM == GRAD:
             blend = _rounded(blend, GRAD).to(tl.float32)
-        packed = _pointers(words + HEADER + 8, vector, index, cols, PACKED, FLAT, ALIGNED)
+        packed = _pointers(words + ROW_HEADER + 8, vector, index, cols, PACKED, FLAT, ALIGNED)
         tl.store(packed, _rounded(tl.where(present, blend, float("nan")), PACKED), mask=inside)
 
 
@@ -131,17 +131,17 @@ def update(  # type: ignore[no-untyped-def]
 
     A row has parameter and update. CAUTIOUS: only where param * update >= 0. STOCHASTIC: see [Note: draws].
     """
-    words, index, inside, cols = _piece(tiles, table, HEADER + 8, ALIGNED, BLOCK)
+    words, index, inside, cols = _piece(tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
-    params = _pointers(words + HEADER, vector, index, cols, PARAM, FLAT, ALIGNED)
-    updates = _pointers(words + HEADER + 4, vector, index, cols, UPDATE, FLAT, ALIGNED)
+    params = _pointers(words + ROW_HEADER, vector, index, cols, PARAM, FLAT, ALIGNED)
+    updates = _pointers(words + ROW_HEADER + 4, vector, index, cols, UPDATE, FLAT, ALIGNED)
     param, change = tl.load(params, mask=inside).to(tl.float32), tl.load(updates, mask=inside).to(tl.float32)
     factor, rate = _float(numbers + 3), _float(numbers + 4)
     decayed = tl.where(param * change < 0, param, tl.fma(param, factor, param)) if CAUTIOUS else param * factor
     if not STOCHASTIC:
         decayed = _rounded(decayed, PARAM).to(tl.float32)
     # A skipped step changes nothing.
-    stays = (tl.load(vector) != 0) | ((flag & NO_UPDATE) != 0)
+    stays = (tl.load(vector) != 0) | ((flag & STAYS) != 0)
     wide = tl.where(stays, param, tl.fma(change, rate, decayed))
     if STOCHASTIC:
         draw = (index + (tl.load(words + 5) + tl.load(numbers + 5)).to(tl.int32)) * FIRST_FACTOR

@@ -29,7 +29,7 @@ ALIGNMENT = 16
 """Elements, and bytes of an address, for accesses of 16 bytes at once."""
 
 
-class Place(NamedTuple):
+class ViewPlace(NamedTuple):
     """A (rows, cols) view of a tensor. `base`: word of the vector. `offset`: in bytes. `down`, `across`: strides."""
 
     base: int
@@ -39,10 +39,10 @@ class Place(NamedTuple):
     itemsize: int
 
 
-def placed(base: int, view: Tensor, offset: int, itemsize: int) -> Place:
+def view_place(base: int, view: Tensor, offset: int, itemsize: int) -> ViewPlace:
     """The place of a view, `offset` elements after the base."""
     down, across = view.stride()
-    return Place(base, offset * itemsize, down, across, itemsize)
+    return ViewPlace(base, offset * itemsize, down, across, itemsize)
 
 
 class Row(NamedTuple):
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     numbers: int
     flag: int
     first: int
-    places: tuple[Place, ...]
+    places: tuple[ViewPlace, ...]
 
     @property
     def flat(self) -> bool:

@@ -26,7 +26,7 @@ from titan_muon.algorithms import algorithm_of
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import fused, tables
 from titan_muon.kernels.fused import TableLaunch
-from titan_muon.kernels.tables import BLOCK, Place, Row, Table, placed
+from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace, view_place
 from titan_muon.options import MuonOptions
 from titan_muon.selection import select
 
@@ -257,8 +257,8 @@ def test_a_bucket_has_two_launches_and_no_step_makes_a_table(monkeypatch: pytest
     assert made == {0: 2 * buckets}
 
 
-def stored(view: Tensor) -> Place:
-    return placed(0, view, int(view.storage_offset()), view.itemsize)
+def stored(view: Tensor) -> ViewPlace:
+    return view_place(0, view, int(view.storage_offset()), view.itemsize)
 
 
 def row(view: Tensor, first: int = 0) -> Row:
