@@ -1,14 +1,21 @@
-"""Options of Muon are declared once, and everything derived from the declaration agrees."""
+"""Options of Muon are declared once, everything derived from the declaration agrees, and exported names load."""
 
 import inspect
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
+import titan_muon
 from tests.shared import muon_keywords
-from titan_muon import Muon, options
+from titan_muon import Muon, Split, options, trainer_optimizer
+from titan_muon.adamw import AdamW
+from titan_muon.engine.step.muon import MuonAlgorithm
+from titan_muon.kernels.fused import has_kernels
 from titan_muon.options import (
     EXPERT,
     HYPERPARAMETERS,
@@ -75,3 +82,57 @@ def test_absent_options_are_not_checked() -> None:
     check(Hyperparameters, {"momentum": 0.9})
     with pytest.raises(OptionError, match="momentum"):
         check(Hyperparameters, {"momentum": -0.9})
+
+
+# Small promises of the face: exported names, refusals with a remedy, and states that another library began
+
+
+def test_public_names_are_listed_and_load() -> None:
+    assert set(titan_muon.__all__) <= set(dir(titan_muon))
+    assert all(getattr(titan_muon, name) is not None for name in titan_muon.__all__)
+    assert titan_muon.Split is Split
+
+
+class OwnSum(MuonAlgorithm):
+    def add(self, params, updates, scratch, *, call):  # type: ignore[no-untyped-def]
+        super().add(params, updates, scratch, call=call)
+
+
+def test_an_algorithm_with_its_own_sum_has_no_kernels() -> None:
+    assert has_kernels(MuonAlgorithm(MuonOptions()))
+    assert not has_kernels(OwnSum(MuonOptions()))
+
+
+def test_adamw_takes_a_state_that_another_library_began() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    adamw = AdamW([("bias", parameter)])
+    adamw.state[parameter]["z"] = parameter.detach().clone()
+    parameter.grad = torch.ones(3)
+    adamw.step()
+    assert {"z", "exp_avg", "exp_avg_sq", "step"} <= adamw.state[parameter].keys()
+
+
+# The rates of TrainingArguments reach both optimizers, unless options say otherwise
+
+
+ARGUMENTS = SimpleNamespace(learning_rate=3e-3, weight_decay=0.2, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6)
+
+
+def groups(**options: Any) -> dict[str, dict[str, Any]]:
+    """A group of each optimizer that decays, as the Trainer makes the optimizer."""
+    kind, keywords = trainer_optimizer(nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32)), ARGUMENTS, **options)
+    made = kind(keywords.pop("model"), **keywords)
+    return {group["optimizer"]: group for group in made.param_groups if group["weight_decay"] != 0}
+
+
+def test_rates_betas_and_decay_are_those_of_the_arguments() -> None:
+    both = groups()
+    assert {(group["lr"], group["weight_decay"]) for group in both.values()} == {(3e-3, 0.2)}
+    assert (both["adamw"]["betas"], both["adamw"]["eps"]) == ((0.8, 0.9), 1e-6)
+
+
+def test_options_come_before_the_arguments() -> None:
+    both = groups(lr=1e-3, muon={"momentum": 0.9}, adamw={"eps": 1e-7})
+    assert both["muon"]["lr"] == both["adamw"]["lr"] == 1e-3
+    assert both["muon"]["momentum"] == 0.9
+    assert (both["adamw"]["betas"], both["adamw"]["eps"]) == ((0.8, 0.9), 1e-7)

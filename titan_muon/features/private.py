@@ -1,4 +1,4 @@
-"""Private parts of FSDP2 for updates in forward. `tests/unit/fsdp/test_fsdp_private.py` checks each PyTorch version."""
+"""Private parts of FSDP2 for updates in forward. `tests/unit/fsdp/test_forward.py` checks each PyTorch version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private PyTorch calls of the owned placement, checked by `tests/unit/owned/test_private.py`."""
+"""Private PyTorch calls of the owned placement, checked by `tests/unit/owned/test_collectives.py`."""
 
 from __future__ import annotations
 

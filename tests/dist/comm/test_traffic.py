@@ -22,7 +22,7 @@ from benchmarks.memory_use import allocated
 from tests.dist.harness import run_ranks
 from tests.machines import machine_file
 from tests.shared import muon_keywords
-from tests.unit.step.test_executor import Operators
+from tests.unit.step.test_update import Operators
 from titan_muon import Muon
 from titan_muon.engine.faults.report import FaultReport
 from titan_muon.engine.layout.types import Plan

@@ -1,10 +1,10 @@
-"""Ranges of rows on real ranks: refusals by name, and each state stored once."""
+"""Ranges of rows and several meshes on real ranks: refusals by name, and each state stored once."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.parity.layouts import LAYOUTS, placed
@@ -140,3 +140,22 @@ def test_hsdp_stores_the_momentum_of_owners_once_and_averages_on_each_replica() 
         momentum, averages = zip(*run_ranks(stored, 4, layout, {"state": "owner"}), strict=True)
         assert sum(momentum) == 13 * 18
         assert sum(averages) == 2 * 2 * 13 * 18
+
+
+# One Muon for layers under FSDP2 and layers under FSDP2 with tensor parallelism. Bits and states: tests/parity
+
+
+def placed_differently(rank: int, world_size: int) -> tuple[str, str]:
+    """The reason in the plan of a parameter on each of two meshes, and the error if its placement differs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, kinds = torch.ones(16, 16), [Shard(0), Shard(0) if mesh.get_local_rank("tp") == 0 else Replicate()]
+    joint = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]))
+    muons = [Muon([("a", joint), ("b", nn.Parameter(distribute_tensor(whole, mesh["dp"], [kind])))]) for kind in kinds]
+    return muons[0].plan.reason, message(muons[1].build)
+
+
+def test_separate_tensors_on_two_meshes_are_named_and_different_placements_are_refused_on_every_rank() -> None:
+    for reason, text in run_ranks(placed_differently, 4):
+        assert "b: separate tensors on separate meshes" in reason
+        assert text.startswith("b: has shape (16, 16) and placements (Shard(dim=0),) on mesh Mesh(shape=(2,), ranks=(0")
+        assert "placements (Replicate(),) on mesh Mesh(shape=(2,), ranks=(1, 3)); build a Muon for each mesh" in text

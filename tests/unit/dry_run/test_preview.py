@@ -1,5 +1,6 @@
-"""`preview` has the plan of the user's script, or says in which function the script would fail."""
+"""`preview` has the plan of the user's script and its memory, or names the function in which the script would fail."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titan_muon import Hybrid, Owners, Rule, own, preview
+from benchmarks.memory_use import allocated
+from tests.shared import muon_keywords
+from tests.unit.plans import plan_of
+from titan_muon import Hybrid, Muon, Owners, Rule, own, preview
+from titan_muon.assignment.optimizer_set import OptimizerSet
+from titan_muon.assignment.rules import Assignment
+from titan_muon.engine.layout.types import Layout, Mesh, Parameter, Replicate, Shard
+from titan_muon.engine.tensors.matrices import stack_of
 from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.lines import plan_lines
+from titan_muon.forecast.memory import memory_per_rank
+from titan_muon.planner.summary import summarize
 
 WORLD = 8
 
@@ -164,3 +175,73 @@ def test_a_model_for_adamw_alone_has_memory_and_no_plan() -> None:
 def test_a_process_with_ranks_is_refused() -> None:
     with fake_world(2), pytest.raises(ValueError, match=r"plan before init_process_group"):
         preview(build, fsdp, 2)
+
+
+# The report on a plan before training
+
+
+def reason_of(replicas: int, shards: int, *, replicas_of: str) -> str:
+    """Lines about two experts, each whole on a rank of a replica, and two FSDP-sharded matrices."""
+    mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
+    shapes = {"experts.w": (2, 32, 32), "wq": (32, 32), "wk": (32, 32)}
+    parameters = [
+        Parameter(name, "layers.0", Layout(shape, mesh, (Replicate(), Shard(0))), stack_of(name, shape))
+        for name, shape in shapes.items()
+    ]
+    plan = plan_of(parameters, replicas=replicas_of)
+    return "\n".join(plan_lines(plan, summarize(plan)))
+
+
+def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
+    """Local experts on each of 8 replicas are orthogonalized 8 times."""
+    text = reason_of(8, 2, replicas_of="redundant")
+    assert re.search(r"[24] matrices are whole on up to 8 replicas", text)
+    assert "data_parallel_replicate_degree = 1" in text
+    assert '"split", which sends results' in text
+    assert "repeated" not in reason_of(8, 2, replicas_of="split") + reason_of(1, 4, replicas_of="redundant")
+
+
+def test_state_owner_without_replicas_reports_no_effect() -> None:
+    mesh = Mesh((4,), tuple(range(4)))
+    cut = [Parameter("wq", "layers.0", Layout((32, 32), mesh, (Shard(0),)), stack_of("wq", (32, 32)))]
+    plan = plan_of(cut, state="owner")
+    assert "state = 'owner' has no effect" in "\n".join(plan_lines(plan, summarize(plan)))
+    assert "no effect" not in plan_of(cut).reason
+
+
+# The memory of the dry run is the memory of the plan
+
+
+SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
+SQUARE = {"square": (400, 400), "tall": (512, 32), "experts": (3, 64, 32)}
+OPTIONS = {"orthogonalize": "standard", "ns_dtype": "bfloat16"}
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    "muon": (SHAPES, OPTIONS),
+    "normuon": (SHAPES, OPTIONS),
+    # Every step makes new bases.
+    "soap": (SQUARE, {"soap_freq": 1}),
+    "soap and normuon": (SQUARE, {"soap_freq": 1, **OPTIONS, "ns_dtype": "auto"}),
+}
+
+
+@pytest.mark.usefixtures("zero_products")
+@pytest.mark.parametrize("rule", CASES)
+def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
+    shapes, options = CASES[rule]
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    names = rule.split(" and ")
+    pairs = [[*parameters.items()][place :: len(names)] for place in range(len(names))]
+    groups = [{"params": part, "algorithm": name} for part, name in zip(pairs, names, strict=True)]
+    muon = Muon(groups, **muon_keywords(**options))
+    # SOAP's first step makes no update.
+    muon.step()
+    muon.step()
+    _, peak, _ = allocated(muon.step)
+    assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in shapes.items())
+    optimizers = OptimizerSet(assigned, assigned, {}, {"muon": muon}, tuple(parameters), ())
+    memory = memory_per_rank(parameters, optimizers, muon.plan, summarize(muon.plan), {}, "cpu")
+    states = [tensor for state in muon.state.values() for tensor in state.values()]
+    assert memory.optimizer_states == sum(tensor.nbytes for tensor in states)
+    assert memory.orthogonalization == pytest.approx(peak, rel=0.1)

@@ -1,4 +1,4 @@
-"""Rounds hidden by forward; no stream reads weights before the update."""
+"""Updates in forward: hidden rounds, needed waits of streams, and the private names of FSDP2."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.dist.features.test_forward import Run, Sharding, evaluate
 from tests.parity.table import SLOW
@@ -14,7 +16,7 @@ from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.features.test_overlap import LAYERS, planned
 from tests.unit.plan.test_timeline import four_rounds
 from titan_muon.engine.tensors.process_groups import fake_world
-from titan_muon.features.private import GatheredGroup
+from titan_muon.features.private import GatheredGroup, own_groups, prefetched_groups
 from titan_muon.planner.machine import machine_of
 from titan_muon.planner.timeline import timeline
 from titan_muon.plugins.forward_hooks import forward_updates
@@ -137,3 +139,49 @@ def test_forward_overlap_exposes_only_the_first_round() -> None:
     # With a single set of buffers each round but the last returns before the next gather.
     assert played[1].last.seconds == pytest.approx(3 * 1.8 + 1.4)
     assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
+
+
+# FSDP2's private names for updates in forward exist and work
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_groups_know_the_gathers_of_a_forward_and_the_order() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    first, second = (fully_shard(module, mesh=mesh) for module in net)
+    fully_shard(net, mesh=mesh)
+    ((leading,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)  # type: ignore[arg-type]
+    assert leading.params() == [net[0].weight]
+    assert other.params() == [net[1].weight]
+    assert not any(group.params() for group in root)
+    first.set_modules_to_forward_prefetch([second])
+    (ahead,) = prefetched_groups(first)
+    assert ahead.params() == other.params()
+    assert not prefetched_groups(second)
+    seen = []
+    net[0].register_forward_pre_hook(lambda *_: seen.append((leading.is_gathered, other.is_gathered)))
+    net[1].register_forward_hook(lambda *_: seen.append((leading.is_gathered, other.is_gathered)))
+    assert not leading.is_gathered
+    net(torch.ones(1, 8))
+    assert seen == [(True, True), (False, False)], "the second is prefetched, and each is resharded behind its forward"
+    second.unshard()
+    assert (leading.is_gathered, other.is_gathered) == (False, True)
+    assert leading.params() == [net[0].weight], "sharded parameters, whatever the module has now"
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=["shards", "copies"])
+def test_weights_are_read_on_the_stream_of_the_copy_in(
+    four_ranks: None, shape: tuple[int, ...], stream_order: StreamOrder
+) -> None:
+    """Or on the compute stream, before FSDP2 has streams and without a gather."""
+    net = nn.Linear(8, 8)
+    fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]))
+    (group,) = own_groups(net)  # type: ignore[arg-type]
+    assert group.reading_stream() is group.computing_stream() is stream_order.compute
+    with stream_order:
+        net(torch.ones(1, 8))
+        net(torch.ones(1, 8))
+    copies = ("fsdp::all_gather_copy_in", "aten::copy_")
+    (read,) = {stream for stream, name in stream_order.log if name in copies}
+    assert group.reading_stream() is read
+    assert (read is stream_order.compute) == (shape == (4, 1))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.accuracy import relative_error, singular_band
 from benchmarks.memory_use import allocated
 from tests.reference_muon import newton_schulz
-from tests.unit.step.test_executor import Operators
+from tests.unit.step.test_update import Operators
 from titan_muon.engine.orthogonalize import (
     COEFFICIENTS,
     DTYPES,

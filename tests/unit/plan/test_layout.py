@@ -1,5 +1,6 @@
-"""Storage of ranks under PyTorch's placements, on any mesh."""
+"""Storage of ranks under PyTorch's placements and under ranges of rows, and the ranks with a whole matrix."""
 
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -8,9 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import LARGE_MESHES, coordinates, elements_of, examples, layouts, stacks, torch_local
-from titan_muon.engine.layout.intervals import Geometry, chunk, region, spans
-from titan_muon.engine.layout.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Shard, StridedShard
+from tests.unit.plans import (
+    LARGE_MESHES,
+    coordinates,
+    elements_of,
+    examples,
+    layouts,
+    mesh_of,
+    parameter_lists,
+    parameter_of,
+    stacks,
+    torch_local,
+)
+from titan_muon.engine.layout.intervals import Geometry, check_rows, chunk, region, spans
+from titan_muon.engine.layout.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from titan_muon.engine.planning import Assembly, assemblies
 
 LARGEST = {1: 30, 2: 30, 3: 12, 4: 6}
 
@@ -89,3 +113,122 @@ def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
     assert [list(geometry.pieces(rank)) for rank in range(4)] == [[1], [1], [0], [0]]
+
+
+# Groups that assemble a matrix: none if a rank stores all of the matrix, and no more ranks than the mesh
+
+
+FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
+
+
+def stored(shape: tuple[int, ...], mesh: Mesh, *placements: Placement) -> Geometry:
+    """A matrix, or experts."""
+    parameter = parameter_of("w", shape, mesh, *placements)
+    return Geometry(parameter.layout, parameter.stack)
+
+
+@examples(75)
+@given(parameter_lists())
+def test_every_matrix_is_local_or_whole_in_every_group(parameters: list[Parameter]) -> None:
+    for parameter in parameters:
+        check_assemblies(Geometry(parameter.layout, parameter.stack))
+
+
+def check_assemblies(geometry: Geometry) -> None:
+    for split in (True, False):
+        for index, assembly in enumerate(assemblies(geometry, split)):
+            check_assembly(geometry, index, assembly, split)
+
+
+def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bool) -> None:
+    elements = geometry.elements(index)
+    assert bool(assembly.local) != bool(assembly.groups), "a matrix is at home or travels"
+    assert set(assembly.local) <= set(elements)
+    assert all(elements[rank] == geometry.numel(index) for rank in assembly.local)
+    for group in assembly.groups:
+        assert list(group) == sorted(set(group))
+        assert set(group) <= set(geometry.layout.mesh.ranks)
+        assert len({geometry.tensor[rank] for rank in group}) == 1, "separate tensors are never assembled together"
+        held: dict[tuple[int, ...], int] = {}
+        for rank in set(group) & set(elements):
+            copy = geometry.replica[rank]
+            held[copy] = held.get(copy, 0) + elements[rank]
+        assert set(held.values()) == {geometry.numel(index)}, "every copy of the matrix is whole within the group"
+        assert split or len(held) == 1, "without a split each copy has a group of its own"
+    taking_part = [rank for group in assembly.groups for rank in group]
+    assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
+    assert set(elements) <= {*taking_part, *assembly.local}, "every holder takes part"
+
+
+HEADS = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
+ALL = (0, 1, 2, 3)
+
+
+CASES = {
+    "whole experts": (stored((4, 3, 5), FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL]),
+    # By rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0.
+    "fewer experts": (stored((3, 2, 5), FLAT, Shard(0)), True, [((rank,), ()) for rank in ALL[:3]]),
+    "rows of experts": (stored((2, 4, 5), SQUARE, Shard(1), Shard(0)), True, [((), ((0, 2),)), ((), ((1, 3),))]),
+    # The rank without a row may orthogonalize too.
+    "3 rows over 4 ranks": (stored((3, 4), FLAT, Shard(0)), True, [((), (ALL,))]),
+    "a single row": (stored((1, 4), FLAT, Shard(0)), True, [((0,), ())]),
+    "replicas share work": (stored((8, 4), SQUARE, Replicate(), Shard(0)), True, [((), (ALL,))]),
+    "replicas repeat": (stored((8, 4), SQUARE, Replicate(), Shard(0)), False, [((), ((0, 1), (2, 3)))]),
+    "whole replicas share work": (stored((8, 4), FLAT, Replicate()), True, [((), (ALL,))]),
+    "whole replicas repeat": (stored((8, 4), FLAT, Replicate()), False, [(ALL, ())]),
+    # TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3.
+    "heads over FSDP x TP": (
+        Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), HEADS),
+        True,
+        [((), ((0, 2),)), ((), ((1, 3),))],
+    ),
+}
+
+
+@pytest.mark.parametrize(("geometry", "split", "expected"), CASES.values(), ids=CASES)
+def test_matrices_are_assembled_by_their_holders(
+    geometry: Geometry, split: bool, expected: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
+) -> None:
+    assert list(assemblies(geometry, split)) == [Assembly(*assembly) for assembly in expected]
+
+
+# Layouts whose ranks have any range of rows
+
+
+MESHES = ((1,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[Layout, MatrixStack]:
+    """A layout with at least one axis that cuts rows, each replica alike, and matrices of neighbouring rows."""
+    shape = draw(st.tuples(st.integers(1, 20), st.integers(1, 8)))
+    mesh = draw(st.sampled_from(MESHES))
+    axes = draw(st.lists(st.sampled_from((Shard(0), Shard(0), Shard(1), Replicate())), min_size=len(mesh), max_size=9))
+    placements = (Shard(0), *axes[1 : len(mesh)])
+    cuts = [size for size, placement in zip(mesh, placements, strict=True) if placement == Shard(0)]
+    points = st.lists(st.integers(0, shape[0]), min_size=prod(cuts) - 1, max_size=prod(cuts) - 1)
+    parts = [Interval(*pair) for pair in pairwise([0, *sorted(draw(points)), shape[0]])]
+    # Any order of the parts over the ranks.
+    places = dict(zip(product(*map(range, cuts)), draw(st.permutations(parts)), strict=True))
+    on = Mesh(mesh, tuple(draw(st.permutations(range(prod(mesh))))))
+    rows = tuple(
+        places[tuple(i for i, placement in zip(coordinate, placements, strict=True) if placement == Shard(0))]
+        for coordinate in on.coordinates.values()
+    )
+    bounds = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=3))})
+    matrices = tuple(MatrixRows(str(i), (Interval(*pair),)) for i, pair in enumerate(pairwise(bounds)))
+    return Layout(shape, on, placements, rows=rows), MatrixStack(1, matrices)
+
+
+@examples(200)
+@given(ranges())
+def test_ranks_have_the_pieces_of_their_rows_and_groups_have_whole_matrices(case: tuple[Layout, MatrixStack]) -> None:
+    check_rows(case[0])
+    check_pieces(*case)
+    check_assemblies(Geometry(*case))
+
+
+def test_each_replica_has_every_row() -> None:
+    mesh, placements = Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0))
+    halves = Interval(0, 3), Interval(3, 12)
+    check_rows(Layout((12, 4), mesh, placements, rows=(*halves, *halves)))

@@ -1,14 +1,24 @@
-"""The element-wise parts of a step: learning rates, and momentum of other dtypes. Bits: tests/parity."""
+"""The parts of a step: arithmetic of the momentum, views, ranges of a profiler, and the number of operators."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference_muon import ReferenceMuon
-from tests.shared import drawn
+from tests.shared import drawn, muon_keywords
+from titan_muon import Muon
+from titan_muon.adamw import AdamW
+from titan_muon.engine.layout.intervals import Span
 from titan_muon.engine.step import muon as update
+from titan_muon.engine.step import step as step_module
+from titan_muon.engine.step.foreach import Rectangle, rectangle_of
 
 SHAPES = {"tall": (48, 20), "wide": (20, 48), "square": (32, 32), "row": (1, 40), "column": (40, 1), "tiny": (1, 1)}
 
@@ -53,3 +63,139 @@ def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire
     update.update_momentum([average], [grad], [blended], 0.9, nesterov)
     assert torch.equal(blended, expected)
     assert torch.equal(average, exact.to(state))
+
+
+# Rectangles of a parameter's storage for its parts
+
+
+EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("local", "place"),
+    [
+        ((EVERY, EVERY), None),
+        ((slice(1, 3), EVERY), slice(1, 3)),
+        ((EVERY, slice(1, 3)), (EVERY, slice(1, 3))),
+        # From the first to the last row, with gaps: gate and up rows alternate.
+        ((OTHER, EVERY), OTHER),
+        ((EVERY, OTHER), (EVERY, OTHER)),
+    ],
+    ids=str,
+)
+def test_a_rectangle_covers_the_span_of_the_storage(
+    local: tuple[slice, slice], place: tuple[slice, slice] | slice | None
+) -> None:
+    stored = torch.arange(25.0).view(5, 5)
+    part = rectangle_of(7, Span(local, local, local), stored)
+    assert part == Rectangle(7, place)
+    assert torch.equal(part.of(stored), stored[local])
+
+
+# Ranges of the stages in a profiler's trace
+
+
+def optimizer() -> Muon:
+    params = {name: nn.Parameter(torch.ones(32, 16)) for name in ("a", "b")}
+    muon = Muon(list(params.items()))
+    for parameter in params.values():
+        parameter.grad = torch.randn(32, 16)
+    return muon
+
+
+def test_a_trace_shows_every_stage_of_every_bucket() -> None:
+    muon = optimizer()
+    muon.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        muon.step()
+    names = {event.key for event in profiler.key_averages() if event.key.startswith("Muon.")}
+    buckets = range(len(muon.engine.rank.program.buckets))
+    stages = ("advance", "gather", "orthogonalize", "send_back", "apply")
+    assert names == {"Muon.check", "Muon.tell", *(f"Muon.{stage} bucket {b}" for stage in stages for b in buckets)}
+
+
+def test_a_step_makes_no_range_unless_a_profiler_records(monkeypatch) -> None:
+    def fail(name: str) -> None:
+        raise AssertionError(f"{name} was recorded")
+
+    monkeypatch.setattr(step_module, "record_function", fail)
+    optimizer().step()
+
+
+# A step makes few operators, and refuses a group that lost a parameter
+
+
+EXECUTOR_SHAPES = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
+
+
+def named(layers: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """Parameters with gradients, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    params = {}
+    for layer in range(layers):
+        for name, shape in EXECUTOR_SHAPES.items():
+            value, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+            params[f"{layer}.{name}"] = param = nn.Parameter(value)
+            param.grad = grad
+    return params
+
+
+class Operators(TorchDispatchMode):
+    """While active, counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -> Counter[str]:
+    """Operators of a step."""
+    muon = Muon(named(layers, dtype).items(), **muon_keywords(**options))
+    muon.step()
+    with Operators() as counter:
+        muon.step()
+    return counter.counts
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}, {"on_bad_gradient": "skip_step"}], ids=str)
+def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any]) -> None:
+    """Except views of gradient stacks, and conversions of lists to another dtype."""
+    few, many = operators(2, **options), operators(4, **options)
+    # Four matrices per stack: a batch of a shape takes all stacks, with one call per operator.
+    growing = {name for name in many if many[name] > few[name]}
+    allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
+    if "on_bad_gradient" in options:
+        # A skipped matrix keeps the momentum only if the old values are restored.
+        allowed |= {"aten.where.self", "aten.where.self_out"}
+    assert growing <= allowed, many - few
+    assert many["aten.nan_to_num_.default"] == 0
+
+
+def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
+    nearest, stochastic = (
+        [operators(layers, torch.bfloat16, rounding=rounding) for layers in (2, 4)]
+        for rounding in ("nearest", "stochastic")
+    )
+    assert stochastic[1] - nearest[1] == stochastic[0] - nearest[0]
+
+
+def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters after another step."""
+    muon.step()
+    return {name: param.detach().clone() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("optimizer", [Muon, AdamW])
+def test_a_group_that_lost_a_parameter_is_refused_by_name(optimizer: type[Optimizer]) -> None:
+    """Names of the remaining parameters would move to others."""
+    params = named()
+    built = optimizer(params.items())
+    before = stepped(params, built)
+    del built.param_groups[0]["params"][1]
+    with pytest.raises(ValueError, match=r"^param_groups: the group of 0\.square has 3 parameters and 4 names; "):
+        built.step()
+    assert all(torch.equal(param, before[name]) for name, param in params.items())

@@ -1,6 +1,7 @@
-"""PyTorch's private names for process groups exist and work."""
+"""PyTorch's private names for process groups and meshes exist and work, and a warning is of the user's line."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from titan_muon import Expert, Muon, clip_grad_norm_
 from titan_muon.engine.exchange.agreement import Agreement, PlanReport
 from titan_muon.engine.tensors import process_groups
-from titan_muon.engine.tensors.process_groups import Chunks, fake_world
+from titan_muon.engine.tensors.dtensor import from_local
+from titan_muon.engine.tensors.process_groups import Chunks, StateMesh, fake_world
 
 MINUTE = timedelta(seconds=60)
 
@@ -111,3 +114,58 @@ def test_the_chunks_of_a_rank_are_those_of_fsdp2() -> None:
     with fake_world(2):
         assert _fsdp_param._chunk_with_empty is Chunks
     assert _fsdp_param._chunk_with_empty is chunk_with_empty
+
+
+# Meshes without process groups
+
+
+def test_an_operator_keeps_a_mesh_without_groups_after_the_same_operator_on_equal_ranks() -> None:
+    with fake_world(2):
+        whole, piece = torch.empty(4, 3, device="meta"), torch.ones(2, 3)
+        plain = from_local(piece, init_device_mesh("cpu", (2,)), [Shard(0)], whole)
+        kept = from_local(piece, StateMesh("cpu", torch.arange(2)), [Shard(0)], whole)
+        assert torch.zeros_like(plain).device_mesh is plain.device_mesh
+        assert torch.zeros_like(kept).device_mesh is kept.device_mesh
+
+
+# A warning shows the user's line, however deep in the package it is made
+
+
+def thin() -> Muon:
+    return Muon([("w", nn.Parameter(torch.ones(4, 64)))], expert=Expert(on_bad_gradient="skip_step"))
+
+
+def not_finite(*, clip: bool) -> None:
+    muon = thin()
+    (param,) = muon.param_groups[0]["params"]
+    param.grad = torch.full((4, 64), torch.nan)
+    if clip:
+        clip_grad_norm_([param], 1.0, optimizer=muon)
+    muon.step()
+    muon.step()
+    muon.check_last_step()
+
+
+def load_without_keys() -> None:
+    state = thin().build().state_dict()
+    for group in state["param_groups"]:
+        del group["ns_steps"]
+    thin().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (thin, "a side under 16"),
+        (lambda: not_finite(clip=False), "the step changed nothing on any rank"),
+        (lambda: not_finite(clip=True), "the norm of the gradients was not finite"),
+        (load_without_keys, "the present values stay"),
+    ],
+    ids=["construction", "gradient", "norm", "load"],
+)
+def test_a_warning_has_the_line_of_the_users_call(act: Callable[[], object], text: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    places = {warning.filename for warning in caught if text in str(warning.message)}
+    assert places == {__file__}
