@@ -17,6 +17,7 @@ from titan_muon.algorithms import algorithm_of
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.algorithms.soap import Soap
 from titan_muon.engine.layout.work import Work
+from titan_muon.options import OptionError
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
     "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),
