@@ -47,6 +47,8 @@ MODULES = {
     "titan_muon.trainer": ("HybridOptimizers", "HybridOptimizers.Config", "fit_to_machine"),
 }
 """Public names that `titan_muon` does not export."""
+INNER = ("titan_muon.engine", "titan_muon.trainer")
+"""Modules with methods that a caller of the name does not call."""
 DESCRIBED = (titan_muon.Muon, titan_muon.Expert)
 """Classes whose arguments are in docs/options.md."""
 
@@ -80,7 +82,7 @@ def rows(name: str, thing: Any) -> Iterator[str]:
     """A row for a public name, and one for each documented method of a class."""
     shown = "(...)" if thing in DESCRIBED else signature(thing)
     yield f"| [{name}]({file_of(thing)})`{shown}` | {sentence(thing)} |"
-    if inspect.isclass(thing) and thing is not titan_muon.Expert and not name.startswith("titan_muon.engine"):
+    if inspect.isclass(thing) and thing is not titan_muon.Expert and not name.startswith(INNER):
         for member, value in sorted(vars(thing).items()):
             documented = value.fget if isinstance(value, property) else getattr(value, "__wrapped__", value)
             if not member.startswith("_") and inspect.isfunction(documented) and documented.__doc__:
