@@ -17,10 +17,11 @@ import models  # noqa: F401 (registers the families)
 from titan_muon import registry
 from titan_muon.engine.orthogonalize import Dispatch, coefficients
 from titan_muon.planner.machine import MACHINES
+from titan_muon.trainer.dry_run.compare import compare
 from titan_muon.trainer.dry_run.meta_model import build_meta_model, smallest_world
 from titan_muon.trainer.dry_run.report import report
 from titan_muon.trainer.recipe import Recipe, RecipeError, degrees, load, to_toml
-from titan_muon.trainer.recipe.command_line import Command
+from titan_muon.trainer.recipe.command_line import Command, parse
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -45,6 +46,7 @@ LARGE = ["deepseek_v3_muon", "deepseek_v4_style_muon", "kimi_k2_muon"]
 
 
 OWNED = ("--placement.muon", "owned")
+REDUNDANT = ("--muon.expert.replicas", "redundant")
 
 
 def worlds(recipe: str) -> list[int]:
@@ -371,3 +373,34 @@ def test_the_dry_run_prints_the_rounding_of_bfloat16_weights(rounding: str, dry_
     _, printed = dry_run("llama_muon", 2, "--training.dtype", "bfloat16", "--muon.expert.rounding", rounding)
     assert ("muon rounds stochastically" in printed) == (rounding == "stochastic")
     assert "adamw rounds to the nearest" in printed
+
+
+def test_a_dry_run_prints_a_verdict_and_writes_its_numbers(dry_run: DryRun) -> None:
+    files = ("--data.files", "absent/*.txt", "--data.tokenizer", "hf", "--data.tokenizer_path", "absent")
+    words = ("--machine.name", "h100x8", "--parallelism.expert_parallel_degree", "2", *files)
+    plan, text = dry_run("qwen_moe_muon", 16, *words, "--training.global_batch_size", "16")
+    assert re.search(r"memory +fits: [\d.]+ GiB of 79.0 GiB", text)
+    assert re.search(r"a step takes [\d.]+ \w+, and with AdamW for all parameters", text)
+    assert "modelled" in text
+    assert "data.files" in text.rsplit("training on this machine would be refused", 2)[1], "another machine has files"
+    assert "data.tokenizer_path = 'absent' has no tokenizer.json" in text
+    assert plan["verdict"]["fits"] is True
+
+
+def test_compare_lists_the_shortest_fitting_step_first() -> None:
+    words = ["--config", str(CONFIGS / "qwen_moe_muon.toml"), "--dry-run", "--world-size", "4"]
+    asked = parse([*words, "--compare", "placement.muon=owned,shard0,nowhere"])
+    lines = [line for line in compare(asked.alternatives, 4, None) if "placement.muon" in line]
+    tabled = [line for line in lines if "refused" not in line]
+    assert len(tabled) == 2
+    times = [float(re.split(r" {2,}", line.strip())[3].replace(",", "")) for line in tabled]
+    assert times == sorted(times)
+    assert [line for line in lines if "refused: " in line] == [lines[-1]]
+    assert "nowhere" in lines[-1]
+
+
+def test_the_dry_run_names_work_that_replicas_repeat(dry_run: DryRun) -> None:
+    """Owned experts are whole on each replica of HSDP."""
+    words = ("--parallelism.data_parallel_replicate_degree", "4", *OWNED, "--parallelism.expert_parallel_degree", "2")
+    assert '"split", which sends results' in dry_run("qwen_moe_muon", 8, *words, *REDUNDANT)[1]
+    assert "repeated" not in dry_run("qwen_moe_muon", 8, *words)[1]

@@ -33,8 +33,8 @@ PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "chec
 NAMELESS = PLACE | {"data.files", "data.source"}
 """Keys that no name shows: paths are long, and `data.source` follows from them."""
 OPTIMIZERS = ("muon", "adamw", "optimizer", "lr_scheduler")
-LONGEST = 100
-"""Characters of a name, except for names with more optimizer keys."""
+LONGEST = 150
+"""Characters of the pairs in a name."""
 SHORT: Mapping[str, str] = MappingProxyType(
     {
         **{f"parallelism.{key}": name for name, key in DEGREES.items()},
@@ -222,15 +222,15 @@ class RunFolder:
 def run_name(recipe: Recipe, typed: Sequence[str]) -> str:
     """`key=value` of the typed keys in plain characters: optimizer keys, then keys that make another run."""
     own = values(recipe)
-    is_optimizer = {key: key.partition(".")[0] in OPTIMIZERS for key in typed if key not in NAMELESS}
-    shown = sorted(is_optimizer, key=lambda key: (_place(key), may_change(Recipe, key, own, own)))
-    pairs = {key: re.sub(r"[^A-Za-z0-9_.=+-]+", "-", f"{short_key(key)}={_plain(own[key])}") for key in shown}
-    lost: list[str] = []
-    # Whole pairs, and never one of an optimizer. A number tells names apart that lost pairs.
-    while len(",".join(pairs.values())) > LONGEST and not is_optimizer[[*pairs][-1]]:
-        lost.append(pairs.popitem()[1])
-    mark = [f"+{len(lost)}-{zlib.crc32(','.join(lost).encode()):08x}"] if lost else []
-    return ",".join([*pairs.values(), *mark])[:200]
+    keys_in_order = sorted(
+        dict.fromkeys(key for key in typed if key not in NAMELESS),
+        key=lambda key: (_place(key), may_change(Recipe, key, own, own)),
+    )
+    pairs = (f"{short_key(key)}={_plain(own[key])}" for key in keys_in_order)
+    name = ",".join(re.sub(r"[^A-Za-z0-9_.=+-]+", "-", pair) for pair in pairs)
+    # The last pairs are lost, and a number tells such names apart.
+    start = name[:LONGEST].rpartition(",")[0] or name[:LONGEST]
+    return name if len(name) <= LONGEST else f"{start}+{zlib.crc32(name.encode()):08x}"
 
 
 def _place(key: str) -> int:
@@ -273,17 +273,12 @@ def choose(
     folder: Path, steps: Iterable[int], problem: Callable[[Path], str | None], notice: Callable[[str], None]
 ) -> int | None:
     """The first of `steps` with a checkpoint in `folder` without `problem`, or None. Names the others."""
-    lines: list[str] = []
-    chosen = None
     for step in steps:
         path = folder / f"step-{step}"
         if (text := problem(path)) is None:
-            chosen = step
-            break
-        lines.append(f"warning: checkpoint {path} is passed over: {text}")
-    for line in lines:
-        notice(line if chosen is None else f"{line}; using step {chosen} instead")
-    return chosen
+            return step
+        notice(f"warning: checkpoint {path} is passed over: {text}")
+    return None
 
 
 def _is_finished(run: RunFolder, step: int) -> bool:

@@ -115,7 +115,7 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     opened = start(changed)
     assert opened == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
-    assert "step-9 is passed over: __0_0.distcp is missing; using step 6 instead" in capsys.readouterr().out
+    assert "step-9 is passed over: __0_0.distcp is missing\n" in capsys.readouterr().out
     folders = {path.name for path in (run / "checkpoint").iterdir()}
     assert folders == {"aside-9", "step-11.bak", "step-3", "step-6"}
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
@@ -421,7 +421,7 @@ def test_a_runs_name_is_what_was_typed_with_optimizer_keys_first(tmp_path: Path)
     many += ("data.validation_fraction", "training.dtype", "lr_scheduler.decay_type", "adamw.weight_decay")
     long, longer = run_name(recipe, many), run_name(recipe, (*many, "debug.deterministic"))
     assert "adamw.weight_decay=0.1" in long, "an optimizer's key is never lost"
-    assert len(long) <= 120
+    assert len(long) <= 160
     assert long != longer
     assert "+" in long
 
