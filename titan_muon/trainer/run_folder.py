@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
 from titan_muon.trainer.recipe.schema import keys, may_change, values
-from titan_muon.trainer.recipe.toml import read_file, value_text
+from titan_muon.trainer.recipe.toml import read_layers, value_text
 from titan_muon.trainer.recipe.torchtitan_sections import DEGREES
 
 RECIPE, RUN, TOKENIZER, METRICS, LATEST = "recipe.toml", "run.json", "tokenizer.json", "metrics.jsonl", "latest"
@@ -84,7 +84,7 @@ class RunFolder:
     @property
     def written(self) -> dict[str, object]:
         """Values of the recipe's file by dotted key, unchecked, so that runs of any version compare."""
-        return {key: entry.value for key, entry in read_file(self.path / RECIPE).items()}
+        return {key: entry.value for layer in read_layers(self.path / RECIPE) for key, entry in layer.items()}
 
     @property
     def recipe_to_read(self) -> Recipe:

@@ -36,6 +36,7 @@ class TrainingChecks:
     Args:
         names: this rank's parameters, in the order of the local norms.
         data_rank: place among data-parallel ranks.
+        group: all ranks on gloo; None for a single process.
         token_group: ranks with different tokens; None for a single rank.
         tolerates_nonfinite: warn about a norm that is not finite, instead of raising.
     """
@@ -47,6 +48,7 @@ class TrainingChecks:
         device: torch.device,
         *,
         data_rank: int,
+        group: dist.ProcessGroup | None,
         token_group: dist.ProcessGroup | None,
         tolerates_nonfinite: bool,
     ) -> None:
@@ -55,14 +57,10 @@ class TrainingChecks:
         self._trained = [(name, p, p.requires_grad) for part in parts for name, p in part.named_parameters()]
         self.experts = ExpertLoads(parts, token_group, device)
         self.data_rank, self.tolerates_nonfinite = data_rank, tolerates_nonfinite
-        self.begin(None)
+        self._group = group
         self._place, self._crc, self._wrong_tokens = (UNKNOWN, UNKNOWN), 0, 0
         self._same_data_named = False
         self.tokens: dict[str, list[int]] = {}
-
-    def begin(self, group: dist.ProcessGroup | None) -> None:
-        """`group`: all ranks on gloo, None for a single process."""
-        self._group = group
 
     def begin_step(self, *, reported: bool, counted: bool, place: tuple[int, int]) -> None:
         """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.

@@ -14,11 +14,11 @@ import tyro
 
 from titan_muon.command import shipped
 from titan_muon.ranges import COUNT
-from titan_muon.trainer.recipe.files import load, sources_of
+from titan_muon.trainer.recipe.files import load, load_with_sources
 from titan_muon.trainer.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
 from titan_muon.trainer.recipe.schema import keys, unknown, values
 from titan_muon.trainer.recipe.sections import Recipe
-from titan_muon.trainer.recipe.toml import RecipeError, read_file, value_text
+from titan_muon.trainer.recipe.toml import RecipeError, value_text
 
 FOR_TRAINING = ("config", "dry_run", "quiet")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
@@ -140,11 +140,12 @@ def parse(argv: Sequence[str]) -> Command:
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
-    recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
-    if not read_file(Path(options.config)):
+    notice = (lambda line: None) if options.quiet else _notice
+    recipe, sources = load_with_sources(options.config, overrides, notice)
+    if all(source == SOURCE for source in sources.values()):
         raise RecipeError("the recipe has no key; write at least name and flavor under [model].", source=options.config)
     choices = alternatives(options.config, options.compare, overrides)
-    typed, sources = tuple(read_flags(overrides)), sources_of(options.config, overrides)
+    typed = tuple(read_flags(overrides))
     return Command(recipe=recipe, alternatives=choices, typed=typed, sources=sources, **vars(options))
 
 

@@ -32,20 +32,22 @@ def load(
     `notice` gets a line for each adjusted value. `saved`: a run wrote the file, perhaps of 0.2.0. Raises
     RecipeError for an invalid recipe.
     """
-    file, layers = Path(path), _layers(path, overrides)
-    if saved:
-        layers = [*map(without_removed, layers)]
-    entries = {"name": Entry(file.stem, str(file))} | _merged(layers)
-    recipe = _build(entries, str(file))
+    return load_with_sources(path, overrides, notice, saved=saved)[0]
+
+
+def load_with_sources(
+    path: str | Path, overrides: Sequence[str], notice: Callable[[str], None], *, saved: bool = False
+) -> tuple[Recipe, Mapping[str, str]]:
+    """As `load`, and the file or command line that decides each given key."""
+    file = Path(path)
+    layers = [*read_layers(file), with_data_source(read_flags(overrides))]
+    entries = _merged([without_removed(layer) for layer in layers] if saved else layers)
+    sources = {key: entry.source for key, entry in entries.items()}
+    recipe = _build({"name": Entry(file.stem, str(file))} | entries, str(file))
     recipe = _with_shorter_warmup(recipe, layers, notice)
     # Not before: a base may be valid only together with a file.
-    check(recipe, {key: entry.source for key, entry in entries.items()}, str(file))
-    return recipe
-
-
-def sources_of(path: str | Path, overrides: Sequence[str]) -> dict[str, str]:
-    """The file or command line that decides each given key."""
-    return {key: entry.source for key, entry in _merged(_layers(path, overrides)).items()}
+    check(recipe, sources, str(file))
+    return recipe, sources
 
 
 def with_source(error: RecipeError, sources: Mapping[str, str]) -> RecipeError:
@@ -53,10 +55,6 @@ def with_source(error: RecipeError, sources: Mapping[str, str]) -> RecipeError:
     # An item of a list has the source of the list.
     source = sources.get(error.key.partition("[")[0])
     return error if source is None or error.source else RecipeError(error.problem, key=error.key, source=source)
-
-
-def _layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Entry]]:
-    return [*read_layers(Path(path)), with_data_source(read_flags(overrides))]
 
 
 def _build(entries: Mapping[str, Entry], file: str) -> Recipe:

@@ -56,11 +56,6 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
-def read_file(path: Path) -> dict[str, Entry]:
-    """All keys of a recipe and its bases by dotted path; a file overrides its base. Raises as `read_layers`."""
-    return {key: entry for layer in read_layers(path) for key, entry in layer.items()}
-
-
 def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[dict[str, Entry]]:
     """The keys of the first base, of each file above it, and of the file, by dotted path.
 

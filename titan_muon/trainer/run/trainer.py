@@ -110,6 +110,7 @@ class MuonTrainer(Trainer):
             self.model_parts,
             self.device,
             data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
+            group=self.stop.group,
             token_group=None if token_mesh is None else token_mesh.get_group(),
             tolerates_nonfinite=self.config.optimizer.tables["muon"]["expert"].skips_step,
         )
@@ -161,7 +162,6 @@ class MuonTrainer(Trainer):
             print_on_rank0(f"next: titan-muon sample {folder}{evaluate}")
 
     def _begin_checks(self) -> None:
-        self.checks.begin(self.stop.group)
         if not isinstance(self.dataloader, PackedDataLoader):
             return
         start = self.dataloader.blocks * self.config.training.seq_len - self.tokens

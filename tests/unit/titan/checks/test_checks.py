@@ -43,7 +43,7 @@ NOWHERE = (UNKNOWN, UNKNOWN)
 
 def checks_of(model: nn.Module) -> TrainingChecks:
     device = torch.device("cpu")
-    return TrainingChecks([], [model], device, data_rank=0, token_group=None, tolerates_nonfinite=False)
+    return TrainingChecks([], [model], device, data_rank=0, group=None, token_group=None, tolerates_nonfinite=False)
 
 
 @pytest.mark.parametrize("trained", [True, False])

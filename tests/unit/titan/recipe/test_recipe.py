@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.trainer.recipe import Recipe, RecipeError, load, sections
-from titan_muon.trainer.recipe.files import sources_of, with_source
+from titan_muon.trainer.recipe.files import load_with_sources, with_source
 
 # Files
 
@@ -208,7 +208,7 @@ def test_a_late_error_names_the_source_of_the_key(tmp_path: Path) -> None:
     """The model, the data or a checkpoint may refuse a value long after the recipe was read."""
     base = write(tmp_path, f"{RULE}'adamw'\n[muon]\nlr = 1e-3\n", "base.toml")
     file = write(tmp_path, 'base = "base.toml"\n[data]\nsource = "files"\nfiles = ["a"]\n')
-    sources = sources_of(file, ["--muon.lr", "2e-3"])
+    _, sources = load_with_sources(file, ["--muon.lr", "2e-3"], print)
     for key, source in (("optimizer.rule[0]", f"{base}: "), ("data.files", f"{file}: "), ("muon.lr", "command line: ")):
         error = with_source(RecipeError(": bad", key=key), sources)
         assert str(error) == f"{source}{key}: bad"
@@ -221,8 +221,8 @@ def test_a_late_error_names_the_source_of_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["[muon]\nlr = -1.0", "[muon]\nlr = 'fast'"])
 def test_the_command_line_may_replace_a_wrong_value_of_a_file(tmp_path: Path, line: str) -> None:
     file = write(tmp_path, line)
-    assert load(file, ["--muon.lr", "2e-3"]).muon.lr == 2e-3
-    sources = sources_of(file, ["--muon.lr", "2e-3"])
+    recipe, sources = load_with_sources(file, ["--muon.lr", "2e-3"], print)
+    assert recipe.muon.lr == 2e-3
     assert str(with_source(RecipeError(": bad", key="muon.lr"), sources)) == "command line: muon.lr: bad"
     assert load(write(tmp_path, "[training]\nsteps = 0"), ["--training.steps", "10"]).training.steps == 10
 
