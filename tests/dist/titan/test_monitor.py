@@ -11,6 +11,11 @@ import torch
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.titan.test_trainer_resume import train
+from titan_muon.trainer.torchtitan import compat
+
+compat.install()
+
+from titan_muon.trainer.monitor.monitor import largest_singular_value, orthogonality_error  # noqa: E402
 
 SHORT = {
     "validator__enable": "false",
@@ -67,3 +72,21 @@ def test_measurements_are_exact_and_equal_under_every_layout(tmp_path: Path) -> 
     assert len(record["tokens_max_over_mean"]) == len(record["experts_without_tokens"]) == 4
     for key in ("weight_rms", "update_rms", "momentum_norm"):
         assert record[key] == pytest.approx(owned["monitor"][key], rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (1, 16)])
+def test_the_estimated_largest_singular_value_is_a_close_lower_bound(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    exact = float(torch.linalg.matrix_norm(matrix, 2))
+    assert 0.97 * exact <= float(largest_singular_value(matrix)) <= exact * (1 + 1e-5)
+    assert float(largest_singular_value(torch.zeros(shape))) == 0
+
+
+def test_only_equal_singular_values_have_zero_orthogonality_error() -> None:
+    matrix = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    orthogonal = torch.linalg.qr(matrix).Q
+    assert float(orthogonality_error(7 * orthogonal)) < 1e-5
+    assert float(orthogonality_error(orthogonal.mT)) < 1e-5
+    squares = torch.linalg.svdvals(matrix).square()
+    expected = float((squares / squares.mean() - 1).norm() / len(squares) ** 0.5)
+    assert float(orthogonality_error(matrix)) == pytest.approx(expected, rel=1e-4)

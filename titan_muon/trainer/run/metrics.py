@@ -161,30 +161,21 @@ class RunMetrics(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """The trainer adds its values. They are called in reports.
-
-        Attributes:
-            measure: other values of a logged step, called on every rank.
-            tokens: of the run until now.
-            bytes_per_token: of the held-out text, None if unknown.
-        """
+        """`trainer`: returns the trainer, for its `measure`, `tokens` and `bytes_per_token`."""
 
         total_steps: int
         first_step: int = 1
         seconds_before: float = 0.0
         recipe: str = ""
-        measure: Callable[[], dict[str, Any]] | None = None
-        tokens: Callable[[], int] | None = None
-        bytes_per_token: Callable[[], float | None] = lambda: None
+        trainer: Callable[[], Any] | None = None
 
     config: Config
     ntokens_since_last_log: int
     time_last_log: float
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
-        assert config.measure is not None, "MuonTrainer builds its metrics with `measure`"
-        assert config.tokens is not None, "MuonTrainer builds its metrics with `tokens`"
-        self._measure, self._tokens, self._bytes_per_token = config.measure, config.tokens, config.bytes_per_token
+        assert config.trainer is not None, "MuonTrainer builds its metrics"
+        self._trainer = config.trainer
         # super() calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
@@ -261,7 +252,7 @@ class RunMetrics(MetricsProcessor):
     ) -> None:
         """Report a step; called on every rank. TorchTitan's `extra_metrics` are of this process or by class only."""
         self.losses = global_avg_loss, grad_norm
-        measured = self._measure()
+        measured = self._trainer().measure()
         steps = step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
         # The step ends with an all-reduce, so one rank's clock represents all ranks.
@@ -272,7 +263,7 @@ class RunMetrics(MetricsProcessor):
         record = {
             "loss": global_avg_loss,
             "grad_norm": grad_norm,
-            "tokens": self._tokens(),
+            "tokens": self._trainer().tokens,
             **measured,
             "tokens_per_second": speed,
             **({"mfu": mfu} if mfu > 0 and not self.has_quantization else {}),
@@ -304,9 +295,9 @@ class RunMetrics(MetricsProcessor):
         """Report the held-out loss in nats per token; called on every rank."""
         self.validation = loss, step
         self._best = min(self._best, self.validation)
-        record: dict[str, Any] = {"val_loss": loss, "tokens": self._tokens()}
+        record: dict[str, Any] = {"val_loss": loss, "tokens": self._trainer().tokens}
         line = f"{self.color.yellow}validation  step {step}{self.color.reset}  loss {loss:.4f}"
-        if (bytes_per_token := self._bytes_per_token()) is not None:
+        if (bytes_per_token := self._trainer().bytes_per_token) is not None:
             record["bits_per_byte"] = loss / math.log(2) / bytes_per_token
             line += f"  {record['bits_per_byte']:.4f} bits per byte"
         record["seconds"] = time.perf_counter() - self._began

@@ -64,12 +64,7 @@ class MuonTrainer(Trainer):
         for converter in config.converters:
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
-        config.metrics = replace(
-            config.metrics,
-            measure=self._measure,
-            tokens=lambda: self.tokens,
-            bytes_per_token=lambda: self.bytes_per_token,
-        )
+        config.metrics = replace(config.metrics, trainer=lambda: self)
         super().__init__(config)
         self.stop = config.stop
         check_vocabulary(self.tokenizer.get_vocab_size(), decoder_vocab_size(config.model_spec))
@@ -287,7 +282,7 @@ class MuonTrainer(Trainer):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest.item())
 
-    def _measure(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Values of a logged step; `phases` in seconds since the last one, and memory as their peak of all ranks."""
         record: dict[str, Any] = {"lr": self.rates}
         if self.qk_clip is not None:

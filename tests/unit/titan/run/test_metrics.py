@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,13 +35,14 @@ PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
 
 
 @pytest.fixture
-def measured() -> dict[str, Any]:
-    """Other values of a logged step, and `bytes_per_token`."""
-    return {"lr": RATES, "memory_gib": 3.0, "phases": PHASES, "bytes_per_token": None}
+def measured() -> SimpleNamespace:
+    """The trainer's values of a logged step."""
+    values = {"lr": RATES, "memory_gib": 3.0, "phases": PHASES}
+    return SimpleNamespace(values=values, measure=lambda: dict(values), tokens=5120, bytes_per_token=None)
 
 
 @pytest.fixture
-def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]) -> RunMetrics:
+def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: SimpleNamespace) -> RunMetrics:
     """Metrics of a run of 20 steps on 4 ranks, with 2 data-parallel ranks, on the first rank."""
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
@@ -51,9 +51,7 @@ def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[str
         enable_tensorboard=False,
         disable_color_printing=True,
         total_steps=20,
-        measure=lambda: {key: value for key, value in measured.items() if key != "bytes_per_token"},
-        tokens=lambda: 5120,
-        bytes_per_token=lambda: measured["bytes_per_token"],
+        trainer=lambda: measured,
     )
     dims = SimpleNamespace(dp_replicate=1, dp_shard=2, world_size=4)
     built = config.build(parallel_dims=dims, dump_folder=str(tmp_path), pp_schedule="1F1B", config_dict={})
@@ -73,12 +71,12 @@ def record(folder: Path) -> dict:
 
 
 def test_step_is_recorded_and_shown(
-    reporter: RunMetrics, measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: RunMetrics, measured: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Averages must be over the steps since the last report, tokens over data-parallel ranks, MFU over all ranks."""
     reporter.gpu_peak_flops = 12_800.0
     logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
-    measured["qk"] = logits
+    measured.values["qk"] = logits
     report(reporter)
     entry = record(tmp_path)
     assert (entry["step"], entry["loss"], entry["grad_norm"], entry["tokens"]) == (10, 2.5, 1.25, 5120)
@@ -98,11 +96,11 @@ def test_step_is_recorded_and_shown(
 
 
 def test_a_validation_is_recorded_by_tokens_and_bytes(
-    reporter: RunMetrics, measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: RunMetrics, measured: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reporter.log_validation(1.0, 10, {"extra": 2})
     assert "bits_per_byte" not in record(tmp_path)
-    measured["bytes_per_token"] = 2.0
+    measured.bytes_per_token = 2.0
     reporter.log_validation(1.0, 10)
     assert record(tmp_path)["bits_per_byte"] == pytest.approx(0.7213475)
     assert record(tmp_path)["tokens"] == 5120, "runs of different batches are compared by tokens"
