@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_muon.options import Machine
+from titan_muon.planner.machine import machine_of
 from titan_muon.trainer.commands import start, sweep
 from titan_muon.trainer.recipe import load
 from titan_muon.trainer.recipe.command_line import parse
@@ -113,3 +115,9 @@ def test_a_recipe_loads_on_top_of_a_shipped_one(block: str, tmp_path: Path) -> N
         return
     path.write_text(f'base = "{ROOT / "configs/qwen_moe_muon.toml"}"\n{block}')
     load(path)
+
+
+def test_the_rates_of_a_machine_are_read() -> None:
+    (rates,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), re.S)
+    machine = machine_of(Machine(file="machine.json"), measured=rates)
+    assert (machine.network.bandwidth, machine.flops["float32"]) == (22e9, 5e13)
