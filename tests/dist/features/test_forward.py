@@ -20,22 +20,13 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from tests.dist.harness import run_ranks
 from tests.parity.table import SLOW
-from tests.shared import muon_keywords
+from tests.shared import message, muon_keywords
 from titan_muon import Muon, apply_in_forward, muon
 from titan_muon.plugins.forward_hooks import forward_updates
 
 FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
 STEPS = 3
 DIM, LAYERS = 16, 4
-
-
-def raised(act: Callable[[], object]) -> str:
-    """The text of the ValueError that the call raises, or an empty text."""
-    try:
-        act()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 class Layer(nn.Module):
@@ -350,16 +341,16 @@ def misuse(rank: int, world_size: int) -> list[str]:
         run = Run(sharding)
         run.step(0)
         assert updates_left(run.muon) > 0
-        messages.append(raised(lambda act=act, run=run: act(run)))  # type: ignore[misc]
+        messages.append(message(lambda act=act, run=run: act(run)))  # type: ignore[misc]
     return messages
 
 
 def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
     for messages in run_ranks(misuse, 2):
-        for message, (act, _, expected) in zip(messages, MISUSE, strict=True):
-            assert expected in message, act.__name__
-            assert bool(message) == bool(expected), act.__name__
-            assert not message or "finish_step()" in message
+        for text, (act, _, expected) in zip(messages, MISUSE, strict=True):
+            assert expected in text, act.__name__
+            assert bool(text) == bool(expected), act.__name__
+            assert not text or "finish_step()" in text
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -372,20 +363,20 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool]:
     ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
     engine_of = muon.engine_of
     muon.engine_of = refuse if rank == 1 else engine_of
-    assert "no memory for the new plan" in raised(ours.muon.rebuild)
+    assert "no memory for the new plan" in message(ours.muon.rebuild)
     muon.engine_of = engine_of
     for run in (ours, theirs):
         run.step(0)
     next(ours.net.layers[1].children())._apply(torch.clone)
-    message = raised(ours.muon.finish_step)
+    text = message(ours.muon.finish_step)
     assert (buffers(ours), updates_left(ours.muon)) == (0, 0)
     pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
-    return message, all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
+    return text, all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
 
 
 def test_unreplaced_parameters_keep_the_pending_update() -> None:
-    for message, others in run_ranks(part_replaced, 2):
-        assert message.startswith("layers.1.up.weight: storage was replaced")
+    for text, others in run_ranks(part_replaced, 2):
+        assert text.startswith("layers.1.up.weight: storage was replaced")
         assert others
 
 
@@ -425,11 +416,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
     for param in half.parameters():
         param.grad = torch.ones_like(param)
     return [
-        raised(lambda: apply_in_forward(outside, forward)),
-        raised(lambda: apply_in_forward(run.net, Muon(run.net.named_parameters()))),
-        raised(unattached.step),
-        raised(lambda: apply_in_forward(half.inner, unattached)),
-        raised(lambda: apply_in_forward(run.net, run.muon)),
+        message(lambda: apply_in_forward(outside, forward)),
+        message(lambda: apply_in_forward(run.net, Muon(run.net.named_parameters()))),
+        message(unattached.step),
+        message(lambda: apply_in_forward(half.inner, unattached)),
+        message(lambda: apply_in_forward(run.net, run.muon)),
     ]
 
 

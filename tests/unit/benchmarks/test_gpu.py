@@ -1,14 +1,8 @@
 """The four calls for one GPU, rehearsed on the CPU: their rows, their page, and an end at any time."""
 
-import json
-import random
-import signal
-import subprocess
-import sys
-import time
 from glob import glob
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from unittest.mock import Mock
@@ -18,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import gpu
-from benchmarks.gpu import ROOT, Rows, peers, read_rows
+from benchmarks.gpu import Rows, peers, read_rows
 from benchmarks.gpu.__main__ import main, parts_of
 from benchmarks.one_gpu.one_rank import attributed
 from titan_muon.engine.tensors.process_groups import forget_meshes
@@ -48,32 +42,6 @@ CPU_ROWS: dict[str, tuple[tuple[str, ...], set[Any], tuple[str, ...]]] = {
     "peers, 128 experts": (("measured", "contender"), {(kind, name) for name in CONTENDERS
                                                       for kind in ("error of one update", "memory", "step")}, ()),
 }  # fmt: skip
-PEERS = {
-    # Module and signatures of what call 2 takes of it: 0.1.6, the repository on 2026-08-07, and 0.3.0.
-    "gram_newton_schulz": {
-        "Muon": "params, lr, weight_decay, momentum, nesterov=True, adjust_lr='rms_norm', ns_coefficients=None, "
-        "ns_coefficients_preset=None, ns_algorithm='gram_newton_schulz', ns_epsilon=1e-7, ns_use_kernels=True, "
-        "ns_max_batch_size=None, gram_newton_schulz_num_restarts=1, gram_newton_schulz_restart_iterations=None, "
-        "scalar_optimizer=None"
-    },
-    "dion": {
-        "Muon": "params, distributed_mesh=None, lr=0.01, mu=0.95, betas=(0.9, 0.95), weight_decay=0.01, "
-        "cautious_wd=False, epsilon=1e-8, nesterov=False, adjust_lr='spectral_norm', flatten=False, "
-        "use_gram_newton_schulz=False, use_triton=False, use_polar_express=True, newton_schulz_func=None",
-        "CudaGraphOptimizer": "optimizer, warmup_steps=10, capture_error_mode='thread_local'",
-    },
-    "emerging_optimizers.orthogonalized_optimizers": {
-        "Muon": "params, lr=3e-4, momentum=0.95, weight_decay=0.01, *, nesterov=False, "
-        "weight_decay_method='decoupled', fp32_matmul_prec='medium', coefficient_type='quintic', "
-        "num_ns_steps=5, scale_mode='spectral', "
-        "extra_scale_factor=1.0, use_syrk=False"
-    },
-}
-BUILT = {
-    "gram": ("gram_newton_schulz", 2),
-    "dion": ("dion", 3),
-    "Emerging": ("emerging_optimizers.orthogonalized_optimizers", 1),
-}
 SLOW_ROWS = {"parity": "row", "torch_muon, 2e-3": "val_loss"}
 
 
@@ -99,24 +67,6 @@ def test_a_part_writes_its_rows_on_the_cpu(name: str, rows: Rows, monkeypatch: p
     assert "| --- |" in gpu.page(written)
 
 
-@pytest.mark.parametrize("peer", BUILT)
-def test_the_peers_get_arguments_that_their_released_versions_take(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages need a GPU, a newer Python, or are on no index."""
-    module, number = BUILT[peer]
-    for name in (module, "quack", "dion.cuda_graph", "emerging_optimizers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["quack"].gemm_interface = None  # type: ignore[attr-defined]
-    built: list[Any] = []
-    for name, signature in PEERS[module].items():
-        scope: dict[str, Any] = {"built": built}
-        exec(f"class {name}:\n def __init__(self, {signature}): built.append(self)\n def step(self): ...", scope)
-        setattr(sys.modules["dion.cuda_graph" if name == "CudaGraphOptimizer" else module], name, scope[name])
-    for name, contender in peers.CONTENDERS.items():
-        if name.startswith(peer):
-            contender.build(peers.parameters({(16, 16): 1}, CPU))()
-    assert len(built) == number
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_ROWS)
 def test_a_part_of_processes_writes_its_rows_on_the_cpu(name: str, rows: Rows) -> None:
@@ -124,36 +74,6 @@ def test_a_part_of_processes_writes_its_rows_on_the_cpu(name: str, rows: Rows) -
     found = [row for row in read_rows(rows.file) if SLOW_ROWS[name] in row]
     assert found
     assert all(row.get("differences", "none") == "none" for row in found)
-
-
-def test_a_killed_call_leaves_whole_rows_and_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--call", "1", "--device", "cpu", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    file, deadline = tmp_path / "rows.jsonl", time.monotonic() + 100
-    while len(read_rows(file)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(random.uniform(0, 3))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    lines = file.read_text().splitlines()
-    assert len(lines) >= 3
-    assert all(json.loads(line)["call"] == 1 for line in lines)
-    assert lines[-1:] == file.read_text().split("\n")[-2:-1], "the last line is whole"
-    deadline = time.monotonic() + 20
-    while any(str(tmp_path) in words for words in command_lines()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(str(tmp_path) in words for words in command_lines())
-
-
-def command_lines() -> list[str]:
-    """Command lines of this machine's processes."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(file.read_text())
-        except OSError:
-            continue
-    return lines
 
 
 def test_a_row_is_whole_and_a_torn_one_is_left_out(rows: Rows) -> None:
@@ -175,11 +95,6 @@ def test_a_wrong_command_line_names_the_remedy(words: str, says: str, capsys: py
     with mock.patch.object(torch.cuda, "is_available", return_value=False), pytest.raises(SystemExit, match="2"):
         main(words.split())
     assert says in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_four_calls_have_their_parts_and_a_rehearsal_trains_at_one_rate() -> None:
-    assert [len(parts_of(call, "cuda")) for call in (1, 2, 3, 4)] == [4, 2, 1, 9]
-    assert [len(parts_of(call, "cpu")) for call in (1, 2, 3, 4)] == [4, 2, 1, 3]
 
 
 def event(name: str, kind: DeviceType, start: int, length: int, correlation: int = 0) -> SimpleNamespace:
