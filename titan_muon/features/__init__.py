@@ -20,6 +20,7 @@ class Entry(NamedTuple):
 
 
 FEATURES: Sequence[Entry] = (
+    Entry(".owner_state", "OwnerStateFeature", lambda options, algorithm: options.state == "owner"),
     Entry(".offload", "OffloadFeature", lambda options, algorithm: options.offload != "none"),
     Entry("..kernels.fused", "FusedFeature", lambda options, algorithm: options.fused is True),
     Entry(".weight_norms", "WeightNormsFeature", lambda options, algorithm: algorithm.sums_norms),

@@ -74,25 +74,8 @@ def check_parts(context: PlanContext, algorithm: Algorithm, features_of: Feature
     for part, numbers in parts.items():
         own = context.part(part.options.algorithm, numbers)
         features = (feature.check for feature in features_of(own.options, part))
-        for check in (_check_state, *features, part.check):
+        for check in (*features, part.check):
             check(own)
-
-
-def _check_state(context: PlanContext) -> None:
-    """Raise OptionError for `state = "owner"` if the momentum cannot be on the owner alone, or is there already."""
-    options = context.options
-    if options.state == "replicated":
-        return
-    if owned := context.owned():
-        problem = f"{owned[0]} is owned, and its momentum is on its owner alone already"
-        raise OptionError("state", f'= "owner": {problem}; set "replicated"')
-    for name, needed in (("exchange", "all_to_all"), ("replicas", "split")):
-        value = getattr(options, name)
-        if value not in (needed, "auto"):
-            problem = f"{name} = {value!r} needs the momentum of every replica; choose {needed!r}"
-            raise OptionError("state", f"= 'owner': {problem}, or state = 'replicated'")
-    if options.planner == "rule":
-        raise OptionError("state", "= 'owner' needs planner = 'search', which balances its memory")
 
 
 def check_travels(context: PlanContext, plan: Plan) -> None:
