@@ -59,6 +59,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.offload",), "offload='state'", "None"),
         (("features.forward",), "overlap='forward'", "None"),
         (("features.eight_bit",), "state_dtype='int8'", "None"),
+        (("features.owner_state",), "state='owner'", "None"),
         ((), "", "torch.zeros(())"),
         ((), "expert=Expert(on_bad_gradient='skip_step')", "None"),
         ((), "expert=Expert(on_bad_gradient='skip_missing')", "None"),
