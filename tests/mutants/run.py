@@ -6,7 +6,7 @@
 
 The unit tests that import the module of the fault run first, because they take seconds. Then come the rows of
 tests/parity, other tests that import the module, the tests of its folder, and the tests of a step. The results are in
-`noticed.json`, or `noticed_after.json` with `--code after`, written after each fault.
+`noticed.json`, written after each fault.
 """
 
 import argparse
@@ -55,10 +55,9 @@ class Result:
     seconds: int
 
 
-def mutants(file: Path, code: str) -> list[Mutant]:
-    """The faults with a text for this version of the code: `before` or `after`."""
-    listed = tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]
-    return [Mutant(item["id"], item["fault"], **item[code]) for item in listed if code in item]
+def mutants(file: Path) -> list[Mutant]:
+    """The faults of a file."""
+    return [Mutant(**item) for item in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]]
 
 
 def failure(root: Path, tests: Sequence[str], seconds: int) -> tuple[str | None, str]:
@@ -137,15 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="ID", help="only these faults")
     parser.add_argument("--resume", action="store_true", help="leave out faults with a result")
     parser.add_argument("--rows-only", action="store_true", help="run the rows alone")
-    parser.add_argument("--code", choices=("before", "after"), default="before", help="version of the code")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="time limit of the rows, and of other tests")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the repository")
     parser.add_argument("--mutants", type=Path, default=HERE / "mutants.toml", help="file of faults")
-    parser.add_argument("--results", type=Path, help="file of results, by default one for each version of the code")
+    parser.add_argument("--results", type=Path, default=HERE / "noticed.json", help="file of results")
     chosen = parser.parse_args(arguments)
-    file = chosen.results or HERE / ("noticed.json" if chosen.code == "before" else "noticed_after.json")
+    file = chosen.results
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    listed = mutants(chosen.mutants, chosen.code)
+    listed = mutants(chosen.mutants)
     if unknown := set(chosen.only or ()) - {mutant.id for mutant in listed}:
         parser.error(f"no fault {', '.join(sorted(unknown))}; see --list")
     if chosen.list:
