@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,29 +32,36 @@ def held(tensor: Tensor) -> list[Tensor] | None:
     return dims if tuple(map(len, dims)) == tuple(local(tensor).shape) else None
 
 
-Digest = tuple[str, float, float, int]
+class Digest(NamedTuple):
+    """The place of a piece, a random linear form of its elements, their sum of squares and number.
 
-
-def digest(tensor: Tensor, dims: Sequence[Tensor]) -> Digest:
-    """The place of this rank's piece, a random linear form of its elements, their sum of squares and number.
-
-    Linear forms of disjoint pieces add up to the whole tensor's. In float64, so that equal bits have equal digests.
+    Linear forms of disjoint pieces add up to the whole tensor's.
     """
+
+    place: str
+    form: float
+    squares: float
+    count: int
+
+
+def digest(tensor: Tensor) -> Digest | None:
+    """The digest of this rank's piece in float64, so that equal bits have equal digests; None for an unknown piece."""
+    if (dims := held(tensor)) is None:
+        return None
     piece, form, squares, weights = torch.atleast_1d(local(tensor)), 0.0, 0.0, list[Tensor]()
-    for dim, (size, indices) in enumerate(zip(tensor.shape, dims, strict=True)):
+    for dim, indices in enumerate(dims or [torch.zeros(1, dtype=torch.long, device="cpu")]):
         draw = torch.Generator().manual_seed(dim)
-        drawn = torch.randn(size, generator=draw, dtype=torch.float64, device="cpu")
-        weights.append(drawn[indices].to(piece.device))
-    first, *others = weights or [torch.ones_like(piece, dtype=torch.float64)]
+        size = int(tensor.shape[dim]) if dims else 1
+        weights.append(torch.randn(size, generator=draw, dtype=torch.float64, device="cpu")[indices].to(piece.device))
     rows = max(1, ELEMENTS_AT_ONCE * len(piece) // max(1, piece.numel()))
-    for x, weight in zip(piece.split(rows), first.split(rows), strict=True):
+    for x, weight in zip(piece.split(rows), weights[0].split(rows), strict=True):
         y = x.double()
         squares += float(y.square().sum())
-        for other in reversed(others):
+        for other in reversed(weights[1:]):
             y = y @ other
         form += float(y @ weight)
     place = ",".join(f"{int(i[0])}-{int(i[-1])}/{len(i)}" if len(i) else "-" for i in dims)
-    return place, form, squares, piece.numel()
+    return Digest(place, form, squares, piece.numel())
 
 
 def whole(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Tensor]]) -> Tensor | None:
@@ -69,7 +76,7 @@ def whole(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Tensor]
 
 def rank_and_size() -> tuple[int, int]:
     """This rank and the number of ranks, 0 and 1 without torch.distributed."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class Meeting:
@@ -95,19 +102,15 @@ class Meeting:
             self.rank, self.size = 0, 1
         return [rank for rank, key in enumerate(places) if self.size == 1 and not self._store.check([key])]
 
-    def gather(self, to: int, value: Any) -> list[Any]:
-        """The values of all ranks on rank `to`; empty elsewhere. All ranks must have come."""
+    def gather(self, value: Any, to: int | None = None) -> list[Any]:
+        """The values of all ranks, or nothing on other ranks than `to`. All ranks must have come."""
         if self.size == 1:
             return [value]
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10 * self.limit))
-        values = [None] * self.size if self.rank == to else None
-        dist.gather_object(value, values, group=self._group, group_dst=to)
+        values = [None] * self.size if to in (None, self.rank) else None
+        if to is None:
+            dist.all_gather_object(values, value, group=self._group)
+        else:
+            dist.gather_object(value, values, group=self._group, group_dst=to)
         return values or []
-
-    def tell(self, value: Any) -> Any:
-        """Rank 0's value, on every rank, after a `gather`."""
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values, group=self._group, group_src=0)
-        return values[0]

@@ -1,16 +1,19 @@
 """Findings, undecided names and a table by role."""
 
 import fnmatch
+import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .checkpoints import Found
 from .judge import FITS, WHOLE, Seen, Verdict
+from .ranks import Digest
 
 REMEDIES: Mapping[str, str] = {
     "sgd": "look for the call of Newton-Schulz, and for the condition that skips it",
@@ -39,6 +42,10 @@ RULES: Mapping[str, Callable[[float, float], float]] = {
     "0.2 sqrt(max(m, n))": lambda m, n: 0.2 * max(m, n) ** 0.5,
     "sqrt(m/n)": lambda m, n: (m / n) ** 0.5,
 }
+Table = dict[str, dict[str, Digest]]
+"""Digests by name of a parameter and key of a state, or "weight"."""
+Found = dict[tuple[str, str], list[str]]
+"""Names by code and evidence. The code is empty for an undecided name."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Report:
 
     findings: tuple[Finding, ...] = ()
     undecided: tuple[tuple[str, str], ...] = ()
-    table: tuple[dict[str, Any], ...] = ()
+    table: tuple[dict[str, str], ...] = ()
     seconds: float = 0.0
 
     @property
@@ -70,13 +77,13 @@ class Report:
         return list(dict.fromkeys(f.code for f in self.findings if not f.allowed))
 
     def __str__(self) -> str:
-        rows = [[*self.table[0]], *([str(x) for x in row.values()] for row in self.table)] if self.table else []
+        rows = [list(self.table[0]), *(list(row.values()) for row in self.table)] if self.table else []
         sizes = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-        table = ["".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip() for row in rows]
-        undecided = [f"undecided: {names}: {reason}" for names, reason in self.undecided]
+        lines = ["".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip() for row in rows]
+        lines += [f"undecided: {names}: {reason}" for names, reason in self.undecided]
         count = sum(not f.allowed for f in self.findings)
         last = f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"
-        return "\n".join([*table, *undecided, *map(str, self.findings), last])
+        return "\n".join([*lines, *map(str, self.findings), last])
 
 
 def role_of(name: str) -> str:
@@ -84,36 +91,29 @@ def role_of(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def is_embedding(seen: Seen) -> bool:
-    """Whether a parameter is an embedding or an output head."""
-    return seen.module == "Embedding" or bool(EMBEDDING.search(seen.name))
-
-
-def is_hidden(seen: Seen) -> bool:
-    """Whether a parameter is a matrix or a stack of matrices inside of the model."""
-    matrix = len(seen.shape) > 1 and min(seen.shape[-2:]) > 1
-    return matrix and not is_embedding(seen) and not SMALL.search(seen.name)
-
-
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
              allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
-    used = {name for part in everyone for name, s in part.items() if s.gradient or s.optimizer or s.undecided}
-    seen = {name: s for part in reversed(everyone) for name, s in part.items() if name in used}
+    parts = {
+        name: {i: part[name] for i, part in enumerate(everyone) if name in part} for part in everyone for name in part
+    }
+    used = [n for n, own in parts.items() if any(s.optimizer or s.undecided or any(s.gradients) for s in own.values())]
+    seen = {name: next(iter(parts[name].values())) for name in used}
     for name in seen:
-        _ranks(name, {rank: part[name] for rank, part in enumerate(everyone) if name in part}, found)
+        _compare_ranks(name, parts[name], found)
     drifted = [name for (code, _), names in found.items() if code == "replicas" for name in names]
-    judged = {name: v for name, v in verdicts.items() if name in seen and name not in drifted}
-    _kinds(seen, judged, found)
-    rules = _scales(seen, judged, found)
-    members, roles = defaultdict[str, list[str]](list), dict[Any, list[str]]()
-    for name, s in seen.items():
-        members[role_of(name)].append(name)
-        roles.setdefault((role_of(name), s.shape, s.optimizer), []).append(name)
+    judged = {name: (s, verdicts[name]) for name, s in seen.items() if name in verdicts and name not in drifted}
+    _check_kinds(seen, judged, found)
+    rules = _check_sizes(judged, found)
+    roles = {name: (role_of(name), s.shape, s.optimizer) for name, s in seen.items()}
+    counts, rows = Counter(roles.values()), dict[Any, dict[str, str]]()
+    for name in (*judged, *seen):
+        v = judged[name][1] if name in judged else Verdict("not sampled")
+        rows.setdefault(roles[name], _row(seen[name], v, counts[roles[name]], rules.get(name, "")))
 
     def names_of(names: Sequence[str]) -> str:
-        named = [members[role] for role in members if any(role_of(name) == role for name in names)]
-        listed = [f"{role_of(m[0])} ({len(m)})" if len(m) > 1 else m[0] for m in named or [list(names)]]
+        sizes = {name: counts[roles[name]] if name in roles else 1 for name in names}
+        listed = list(dict.fromkeys(f"{role_of(name)} ({n})" if n > 1 else name for name, n in sizes.items()))
         return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
 
     def allowed(code: str, names: Sequence[str]) -> bool:
@@ -122,44 +122,43 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
 
     findings = [Finding(c, names_of(names), e, allowed(c, names)) for (c, e), names in found.items() if c]
     undecided = [(names_of(names), evidence) for (code, evidence), names in found.items() if not code]
-    rows = list[dict[str, Any]]()
-    for names in roles.values():
-        name = next((n for n in names if n in judged), names[0])
-        rows.append(_row(seen[name], judged.get(name, Verdict("not sampled")), len(names), rules.get(name)))
-    return Report(tuple(findings), tuple(undecided), tuple(rows), seconds)
+    return Report(tuple(findings), tuple(undecided), tuple(rows[role] for role in counts), seconds)
 
 
-def _row(s: Seen, v: Verdict, count: int, rule: str | None) -> dict[str, Any]:
+def _row(s: Seen, v: Verdict, count: int, rule: str) -> dict[str, str]:
+    unit = s.stated("lr") or 1.0
     return {
         "role": role_of(s.name),
-        "count": count,
+        "count": str(count),
         "shape": "x".join(map(str, s.shape)),
         "optimizer": s.optimizer or "-",
         "update": v.kind,
         "error": f"{v.error:.4f}",
-        "scale": rule or f"{v.scale / s.lr:.3g}",
-        "decay": f"{v.decay / s.lr:.2g}",
+        "scale": rule or f"{v.scale / unit:.3g}",
+        "decay": f"{v.decay / unit:.2g}",
         "momentum": "" if v.momentum is None else f"{v.momentum:.3g}{' n' if v.nesterov else ''}",
         "blocks": "whole" if v.blocks == WHOLE else "{} x {}".format(*v.blocks),
     }
 
 
-def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
+def _compare_ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
     """Find pieces of one place that are not equal on all ranks, and parameters that do not move on any."""
     s = next(iter(parts.values()))
     if s.undecided:
         found["", s.undecided].append(name)
     moved = len(s.digests) < 2 or any(len(set(part.digests)) > 1 for part in parts.values())
-    if any(part.gradient for part in parts.values()) and not moved:
-        rounded = s.dtype != torch.float32 and len(s.shape) < 2
-        code = "" if rounded else "still" if s.optimizer else "nobody"
+    if any(any(part.gradients) for part in parts.values()) and not moved:
+        excused = s.stated("lr") == 0 or (s.dtype != torch.float32 and len(s.shape) < 2)
+        code = "" if excused else "still" if s.optimizer else "nobody"
         found[code, "has a gradient and does not move"].append(name)
     for place in dict.fromkeys(part.place for part in parts.values()):
-        held = {rank: part.digests for rank, part in parts.items() if part.place == place}
-        steps = zip(*held.values(), strict=False)
+        held = {rank: part for rank, part in parts.items() if part.place == place}
+        steps = list(zip(*(part.digests for part in held.values()), strict=False))
+        gradients = list(zip(*(part.gradients for part in held.values()), strict=False))
         step, values = next(((i, v) for i, v in enumerate(steps, start=1) if len(set(v)) > 1), (0, ()))
-        if step == 1 and not s.replicated:
-            text = "other values on each rank from the start: pieces of one matrix, or unequal replicas"
+        reduced = any(map(any, gradients)) and all(len(set(g)) == 1 for g in gradients)
+        if step == 1 and not reduced:
+            text = "other values on each rank from the start: pieces of one matrix, or replicas with other gradients"
             found["", text].append(name)
         elif step:
             odd = [str(r) for r, value in zip(held, values, strict=True) if value != max(values, key=values.count)]
@@ -167,56 +166,93 @@ def _ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
             return
 
 
-def _kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> None:
+def _check_kinds(seen: Mapping[str, Seen], judged: Mapping[str, tuple[Seen, Verdict]], found: Found) -> None:
     """Find updates of another kind than the optimizer says."""
-    asked = any("muon" in s.optimizer.lower() or {"use_muon", "ns_steps"} & s.group.keys() for s in seen.values())
-    none = asked and not any(v.kind == "muon" for v in judged.values())
-    if none and seen and not any(map(is_hidden, seen.values())):
+
+    def is_muon(s: Seen) -> bool:
+        return "muon" in s.optimizer.lower() or "ns_steps" in s.group
+
+    def is_embedding(s: Seen) -> bool:
+        return s.module == "Embedding" or bool(EMBEDDING.search(s.name))
+
+    def is_hidden(s: Seen) -> bool:
+        matrix = len(s.shape) > 1 and min(s.shape[-2:]) > 1
+        return matrix and not is_embedding(s) and not SMALL.search(s.name)
+
+    asked = any(is_muon(s) or "use_muon" in s.group for s in seen.values())
+    none = asked and not any(v.kind == "muon" for _, v in judged.values())
+    if none and not any(map(is_hidden, seen.values())):
         found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
-    for name, v in judged.items():
-        s = seen[name]
-        says = "ns_steps" in s.group or "muon" in s.optimizer.lower()
-        muon = is_hidden(s) and (none or bool(s.group.get("use_muon", says)))
-        if v.undecided:
-            found["", v.undecided].append(name)
-        elif v.kind == "sgd" and muon and s.optimizer != "SGD":
-            found["sgd", "the step is a sum of gradients: Newton-Schulz never ran"].append(name)
-        elif v.kind == "adam" and muon:
-            found["inactive", "Adam trains it in place of Muon"].append(name)
-        elif v.kind == "muon":
-            for wrong in v.wrong:
-                found[wrong].append(name)
-            if is_embedding(s):
-                found["embedding", "an embedding or output head is orthogonalized"].append(name)
-            if v.error > 2 * FITS:
-                found["", f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})"].append(name)
-            room = 0.1 * s.lr * s.decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
-            if s.optimizer and not v.wrong and min(abs(v.decay - s.lr * s.decay), abs(v.decay - s.decay)) > room:
-                size = f"{v.decay / s.lr:.2g}" if abs(v.decay) > 0.1 * s.lr * s.decay else "missing"
-                found["decay", f"the group says weight_decay {s.decay:g}, and it is {size}"].append(name)
-
-
-def _scales(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found: Found) -> dict[str, str]:
-    """Rules of the update's size by name. Find those of a shard, or of exchanged rows and columns."""
-    groups, rules = defaultdict[str, dict[str, tuple[int, int, float]]](dict), dict[str, str]()
-    for name, v in judged.items():
-        s = seen[name]
-        plain = v.kind == "muon" and v.error < 2 * FITS and not v.wrong and v.blocks == WHOLE
-        if plain and s.optimizer and len(s.shape) == 2:
-            groups[s.optimizer][name] = *s.shape, v.scale / s.lr
-    for members in groups.values():
-        views: dict[str, Any] = {"": lambda m, n: (m, n), "exchanged rows and columns": lambda m, n: (n, m)}
-        for r, c in seen[next(iter(members))].shards:
-            views[f"one of {r} x {c} shards"] = lambda m, n, r=r, c=c: (m / r, n / c)
-        fitting = [
-            (view, rule)
-            for view, side in views.items()
-            for rule, size_of in RULES.items()
-            if all(abs(size / size_of(*side(m, n)) - 1) < 0.08 for m, n, size in members.values())
+    for name, (s, v) in judged.items():
+        asked = is_hidden(s) and (none or bool(s.group.get("use_muon", is_muon(s))))
+        muon, decay, lr = v.kind == "muon", s.stated("weight_decay") or 0.0, s.stated("lr") or 1.0
+        room = 0.1 * lr * decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
+        other = s.optimizer and not v.wrong and min(abs(v.decay - lr * decay), abs(v.decay - decay)) > room
+        size = f"{v.decay / lr:.2g}" if abs(v.decay) > 0.1 * lr * decay else "missing"
+        checks = [
+            ("", v.undecided, v.undecided),
+            (
+                "sgd",
+                "the step is a sum of gradients: Newton-Schulz never ran",
+                asked and v.kind == "sgd" and s.optimizer != "SGD",
+            ),
+            ("inactive", "Adam trains it in place of Muon", asked and v.kind == "adam"),
+            *((code, text, muon) for code, text in v.wrong),
+            ("embedding", "an embedding or output head is orthogonalized", muon and is_embedding(s)),
+            (
+                "",
+                f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})",
+                muon and v.error > 2 * FITS,
+            ),
+            ("decay", f"the group says weight_decay {decay:g}, and it is {size}", muon and other),
         ]
-        view, rule = next(iter(fitting), ("", ""))
-        if view:
-            found["scale", f"the size of the update is that of {view}"] += list(members)
-        elif rule:
-            rules |= dict.fromkeys(members, rule)
+        for code, text, holds in checks:
+            if holds:
+                found[code, text].append(name)
+
+
+def _check_sizes(judged: Mapping[str, tuple[Seen, Verdict]], found: Found) -> dict[str, str]:
+    """Rules of the update's size by name. Find those of a shard, or of exchanged rows and columns."""
+    members, rules = defaultdict[str, list[tuple[Seen, Verdict]]](list), dict[str, str]()
+    for s, v in judged.values():
+        if v.kind == "muon" and v.error < 2 * FITS and not v.wrong and v.blocks == WHOLE and len(s.shape) == 2:
+            members[s.optimizer].append((s, v))
+    for own in members.values():
+        views: dict[str, Any] = {"": lambda m, n: (m, n), "exchanged rows and columns": lambda m, n: (n, m)}
+        for r, c in own[0][0].shards:
+            views[f"one of {r} x {c} shards"] = lambda m, n, r=r, c=c: (m / r, n / c)
+        for (view, sides), (rule, size) in product(views.items(), RULES.items()):
+            ratios = [v.scale / (s.stated("lr") or 1.0) / size(*sides(*s.shape)) for s, v in own]
+            if all(abs(ratio - 1) < 0.08 for ratio in ratios):
+                names = [s.name for s, _ in own]
+                rules |= dict.fromkeys(names, "" if view else rule)
+                if view:
+                    found["scale", f"the size of the update is that of {view}"] += names
+                break
     return rules
+
+
+def differences(paths: Sequence[Path], tables: Sequence[Table]) -> Found:
+    """Weights and states that differ from the loaded checkpoint with the fewest differences, by the digests beside it.
+
+    Args: `tables` after the load, one a rank. A run that starts with no state at all loaded the weights only.
+    """
+    results, restored = list[Found](), any(len(states) > 1 for table in tables for states in table.values())
+    for path in dict.fromkeys(paths):
+        saved = [json.loads(file.read_text()) for file in sorted(path.parent.glob(f"{path.name}.audit.*.json"))]
+        found: Found = defaultdict(list)
+        for name, key in dict.fromkeys((n, k) for table in saved for n, states in table.items() for k in states):
+            if not any(name in table for table in tables) or (key != "weight" and not restored):
+                continue
+            # Replicas of a place count once, and pieces of other places add up.
+            then, now = ({e[0]: e[1:] for t in side if (e := t.get(name, {}).get(key))} for side in (saved, tables))
+            old, new = ([sum(parts) for parts in zip(*side.values(), strict=True)] for side in (then, now))
+            if not new:
+                found["resume", f"{key} of {path.name} was not restored"].append(name)
+            elif old[2] != new[2]:
+                found["", f"{path.name} has digests of a part of {key}"].append(name)
+            elif abs(old[0] - new[0]) > 0.01 * max(old[1], new[1]) ** 0.5:
+                found["resume", f"{key} is not that of {path.name}"].append(name)
+        # Other files, as of data, say nothing.
+        results += [found] if saved else []
+    return min(results, key=lambda found: sum(code != "" for code, _ in found), default=defaultdict(list))

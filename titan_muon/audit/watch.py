@@ -2,25 +2,27 @@
 
 import gc
 import json
+import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .checkpoints import Table, differences, follow, follow_files
-from .judge import Evidence, Seen, Verdict, judge
+from .judge import Evidence, Seen, Verdict, judge, regress
 from .ranks import Meeting, digest, held, local, rank_and_size, whole
-from .report import Report, conclude, role_of
+from .report import Report, Table, conclude, differences, role_of
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 MOST_PASSES = 8
@@ -40,24 +42,23 @@ class Audit:
         self.models, self.steps, self.limit, self.allow, self._room = models, steps, limit, tuple(allow), memory
         self.report: Report | None = None
         self.meeting: Meeting
-        self._outer: Optimizer | None = None
         self._table: Table = {}
-        self._seconds, self._passes = 0.0, 0
-        # Steps of each optimizer, and all backward passes before its last step.
-        self._counts: dict[Optimizer, int] = {}
-        self._stepped: dict[Optimizer, int] = {}
-        self._seen: dict[Tensor, Seen] = {}
         self._loaded = list[Path]()
+        # Seconds, all backward passes, those before the last step, and steps with a backward pass.
+        self._seconds, self._passes, self._begun, self._rounds = 0.0, 0, 0, 0
+        self._stepped: dict[Optimizer, bool] = {}
+        self._seen: dict[Tensor, Seen] = {}
+        self._known = set[Any]()
         self._hooks, self._saves = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
         """Watch the parameters of the models, and the constructors, steps and checkpoints of the script."""
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
-        follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
-        follow(self._hooks, dist, "destroy_process_group", before=lambda *_, **__: self.finish())
-        follow_files(self._hooks, "load", 0, self._loaded.append)
-        follow_files(self._saves, "save", 1, self._save)
+        _follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
+        _follow(self._hooks, dist, "destroy_process_group", lambda *_, **__: self.finish(), first=True)
+        for module in (torch, dcp):
+            _follow(self._hooks, module, "load", lambda *args, **named: self._loaded.extend(_paths(args, named)))
+            _follow(self._saves, module, "save", lambda *args, **named: self._save(_paths(args[1:], named)))
         self._survey(self.models)
         return self
 
@@ -82,29 +83,29 @@ class Audit:
     def _watch(self, p: Tensor, name: str, module: str = "") -> None:
         if p in self._seen or p.is_meta or not p.requires_grad:
             return
-        while any(name == s.name for s in self._seen.values()):
+        while name in self._known:
             name += "'"
-        seen, room = Seen(name, module, tuple(p.shape), p.dtype, isinstance(p, DTensor)), self._room
-        sampled = any(s.sampled and (role_of(s.name), s.shape) == (role_of(name), p.shape) for s in self._seen.values())
-        self._seen[p] = seen
-        if sampled or not (p.is_leaf and p.is_floating_point()):
-            return
-        self._room -= 4 * local(p).numel() * (2 * self.steps + 2)
-        if self._room < 0:
-            self._room, seen.undecided = room, "larger than the memory limit of the audit"
-            return
-        seen.sampled = True
-        # FSDP2 calls the hooks of a DTensor after its reduction.
-        hook = p.register_post_accumulate_grad_hook if isinstance(p, DTensor) else p.register_hook
-        self._hooks.callback(hook(lambda x: self._keep(seen, x.grad if x is p else x, isinstance(p, DTensor))).remove)
+        seen = self._seen[p] = Seen(name, module, tuple(p.shape), p.dtype)
+        role, size = (role_of(name), p.shape), 4 * local(p).numel() * (2 * self.steps + 2)
+        if role not in self._known and p.is_leaf and p.is_floating_point():
+            if size > self._room:
+                seen.undecided = "larger than the memory limit of the audit"
+            else:
+                self._room -= size
+                seen.sampled = True
+                # FSDP2 calls the hooks of a DTensor after its reduction.
+                hook = p.register_post_accumulate_grad_hook if isinstance(p, DTensor) else p.register_hook
+                self._hooks.callback(hook(lambda x: self._keep(seen, x)).remove)
+        self._known |= {name, role} if seen.sampled else {name}
 
-    def _keep(self, seen: Seen, gradient: Tensor | None, summed: bool) -> None:
+    def _keep(self, seen: Seen, x: Tensor) -> None:
         """Record the gradient of a backward pass; the last record has the sum of all later passes."""
         self._passes += 1
+        gradient = x.grad if x in self._seen else x
         if gradient is not None and not gradient.is_sparse:
             step, piece = len(seen.groups), local(gradient).float().clone()
-            kept = {key: x for key, x in seen.tensors.items() if key[:2] == ("pass", step)}
-            for earlier in kept.values() if summed else ():
+            kept = {key: g for key, g in seen.tensors.items() if key[:2] == ("pass", step)}
+            for earlier in kept.values() if gradient is not x else ():
                 piece -= earlier
             key = "pass", step, min(seen.passes, MOST_PASSES - 1)
             seen.tensors[key] = piece + kept.get(key, 0)
@@ -112,26 +113,22 @@ class Audit:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Watch an optimizer's parameters, with the names of live modules, until its first step."""
-        if self._counts.setdefault(optimizer, 0) == 0:
-            params = [p for p, _ in _rows(optimizer)]
-            if any(p not in self._seen for p in params):
-                gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
-                self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
-            for number, group in enumerate(optimizer.param_groups):
-                names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
-                for name, p in zip(names, group["params"], strict=True):
-                    self._watch(p, name)
+        if self._stepped.setdefault(optimizer, False):
+            return
+        params = [p for p, _ in _rows(optimizer)]
+        if any(p not in self._seen for p in params):
+            gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
+            self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
+            for name, p in zip(names, group["params"], strict=True):
+                self._watch(p, name)
+                if p in self._seen:
+                    self._seen[p].optimizer = type(optimizer).__name__
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Record a step of the outer optimizer before it starts, or after its closure, which has the backward pass."""
+        """Record a step before it starts, or after its closure, which has the backward pass."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._outer not in (None, optimizer):
-            # Of an optimizer made of optimizers, the inner ones have states and current hyperparameters.
-            for p, group in _rows(optimizer):
-                if p in self._seen and self._seen[p].groups and self._counts[self._outer] <= self.steps:
-                    self._describe(p, optimizer, group)
-            return None
-        self._outer = optimizer
         self._adopt(optimizer)
         if closure is None:
             return self._step(optimizer)
@@ -145,68 +142,66 @@ class Audit:
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer) -> None:
+        """Record a step, with the parameters that are in no optimizer.
+
+        Each parameter has one step after each backward pass, because an optimizer may be made of optimizers, DeepSpeed
+        steps once for each group, and get_optimizer_state_dict with a rate of 0, to make states.
+        """
         begin = time.perf_counter()
-        # Without a new backward pass, DeepSpeed steps once for each group, and torch.distributed's
-        # get_optimizer_state_dict with a rate of 0, to make states.
-        rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if self._passes > self._stepped.get(optimizer, 0) or (self._passes == 0 and any(rates)):
-            self._stepped[optimizer] = self._passes
-            if self._loaded:
-                self._table = self._table or self._digests()
-            count = self._counts[optimizer] = self._counts[optimizer] + 1
-            rows, taken = _rows(optimizer), {p for o in self._counts for p, _ in _rows(o)}
-            if optimizer is next(iter(self._stepped)):
-                rows += [(p, optimizer.param_groups[0]) for p in self._seen if p not in taken]
-            for p, group in rows:
-                if p in self._seen and self._weigh(p) and count <= self.steps:
-                    self._begin(p)
-                    self._describe(p, optimizer if p in taken else None, group)
-            if min(self._counts[o] for o in self._stepped) > self.steps or count > 2 * self.steps:
+        rows = _rows(optimizer)
+        blind = not self._passes and any(group.get("lr", 1.0) for group in optimizer.param_groups)
+        if self._passes > self._begun or blind:
+            self._begun, self._rounds = self._passes, self._rounds + 1
+            begun = [len(seen.groups) for seen in self._seen.values() if seen.groups]
+            if self._rounds > 2 * self.steps or (begun and min(begun) == self.steps):
                 self.finish()
+            elif self._loaded:
+                self._table = self._table or self._digests()
+            rows += [(p, optimizer.param_groups[0]) for p, seen in self._seen.items() if not seen.optimizer]
+        self._stepped[optimizer] = True
+        for p, group in rows if self.report is None else ():
+            if (seen := self._seen.get(p)) is not None:
+                new = self._passes > seen.begun or blind
+                if new and self._weigh(p, seen) and len(seen.groups) < self.steps:
+                    self._begin(p, seen)
+                if seen.groups and self._passes == seen.begun:
+                    self._describe(p, seen, optimizer, group)
         self._seconds += time.perf_counter() - begin
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._outer = None if self._outer is optimizer else self._outer
-
-    def _weigh(self, p: Tensor) -> bool:
+    def _weigh(self, p: Tensor, seen: Seen) -> bool:
         """Record a weight, once before each step. False if this rank has no known piece of it."""
-        seen = self._seen[p]
         if p.shape != seen.shape:
             seen.undecided = "its shape changed, as under ZeRO-3, which empties parameters between their uses"
-        if p.shape != seen.shape or len(seen.digests) > len(seen.groups) or (dims := held(p)) is None:
+        if p.shape != seen.shape or (found := digest(p)) is None:
             return False
-        seen.place, value, *_ = digest(p, dims)
-        seen.digests.append(value)
-        if seen.sampled:
-            if "after" in seen.tensors:
-                seen.tensors["before"] = seen.tensors["after"]
-            seen.tensors["after"] = local(p).clone()
+        if len(seen.digests) == len(seen.groups):
+            seen.place = found.place
+            seen.digests.append(found.form)
+            if seen.sampled:
+                now = local(p).clone()
+                seen.tensors |= {"before": seen.tensors.get("after", now), "after": now}
         return True
 
-    def _begin(self, p: Tensor) -> None:
+    def _begin(self, p: Tensor, seen: Seen) -> None:
         """Record the gradient of a step."""
-        seen = self._seen[p]
-        seen.gradient |= seen.passes > 0 or (p.grad is not None and bool(local(p.grad).any()))
+        gradient = None if p.grad is None else local(p.grad).to_dense()
+        found = digest(gradient) if gradient is not None else None
+        seen.gradients.append(found.form if found else math.nan if seen.passes else 0.0)
+        if seen.sampled and gradient is not None:
+            seen.tensors["gradient", len(seen.groups)] = gradient.float().clone()
         sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
         seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
-        if seen.sampled and p.grad is not None and not p.grad.is_sparse:
-            seen.tensors["gradient", len(seen.groups)] = local(p.grad).float().clone()
-        seen.passes = 0
+        seen.passes, seen.begun = 0, self._passes
         seen.groups.append({})
 
-    def _describe(self, p: Tensor, optimizer: Optimizer | None, group: Mapping[str, Any]) -> None:
+    def _describe(self, p: Tensor, seen: Seen, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Record the hyperparameters of a step, and the states before the first one."""
-        seen = self._seen[p]
-        seen.optimizer = "" if optimizer is None else type(optimizer).__name__
         values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
         seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
-        for key, state in optimizer.state.get(p, {}).items() if optimizer is not None else ():
-            if (
-                seen.sampled
-                and len(seen.groups) == 1
-                and isinstance(state, Tensor)
-                and (state.shape == p.shape or key == "step")
-            ):
+        seen.optimizer = seen.optimizer and type(optimizer).__name__
+        states = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
+        for key, state in states.items():
+            if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
                 seen.tensors["start", key] = local(state).float().clone()
 
     @torch.no_grad()
@@ -214,14 +209,15 @@ class Audit:
         """Digests of weights and optimizer states on this rank, by name and state."""
         table: Table = {}
         for p, seen in self._seen.items():
-            states = {k: v for o in self._counts for k, v in o.state.get(p, {}).items() if isinstance(v, Tensor)}
-            found = {"weight": p, **{k: v for k, v in states.items() if v.ndim and v.shape == p.shape}}
-            table[seen.name] = {k: digest(x, dims) for k, x in found.items() if (dims := held(x)) is not None}
+            states = {k: v for o in self._stepped for k, v in o.state.get(p, {}).items() if isinstance(v, Tensor)}
+            tensors = {"weight": p, **{k: v for k, v in states.items() if v.ndim and v.shape == p.shape}}
+            table[seen.name] = {k: found for k, x in tensors.items() if (found := digest(x)) is not None}
         return table
 
-    def _save(self, path: Path) -> None:
-        digests = json.dumps(self._digests())
-        path.with_name(f"{path.name}.audit.{rank_and_size()[0]}.json").write_text(digests)
+    def _save(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            file = path.with_name(f"{path.name}.audit.{rank_and_size()[0]}.json")
+            file.write_text(json.dumps(self._digests()))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -232,68 +228,89 @@ class Audit:
             return
         for p, seen in self._seen.items():
             if seen.digests:
-                self._weigh(p)
+                self._weigh(p, seen)
+            elif seen.optimizer and seen.passes:
+                seen.undecided = "its optimizer made no step"
         meeting = self.meeting = Meeting(self.limit)
         missing = meeting.come("finish")
-        sampled = {
-            s.name: (held(p), s) for p, s in self._seen.items() if s.digests and s.sampled and p.shape == s.shape
-        }
-        everyone = meeting.gather(
-            0, {s.name: replace(s, tensors={}) for s in self._seen.values() if s.digests or s.undecided}
-        )
-        names = sorted({name for part in everyone for name, s in part.items() if s.sampled})
-        verdicts = dict[str, Verdict]()
-        for index, name in enumerate(meeting.tell(names)):
+        mine = {s.name: (held(p), s) for p, s in self._seen.items() if s.digests and s.sampled and p.shape == s.shape}
+        known = {s.name: replace(s, tensors={}) for s in self._seen.values() if s.digests or s.undecided}
+        everyone, verdicts = meeting.gather(known), dict[str, Verdict]()
+        for index, name in enumerate(sorted({name for part in everyone for name, s in part.items() if s.sampled})):
             # One matrix after the other, and each on one rank.
-            pieces = [piece for piece in meeting.gather(index % meeting.size, sampled.pop(name, None)) if piece]
+            pieces = [piece for piece in meeting.gather(mine.pop(name, None), index % meeting.size) if piece]
             if pieces and (evidence := _evidence(pieces[0][1], pieces)) is not None:
                 verdicts[name] = judge(evidence)
-        judged, tables = meeting.gather(0, verdicts), meeting.gather(0, self._table)
-        if meeting.rank == 0:
-            found = differences(self._loaded, tables)
-            if missing:
-                ranks = f"rank {', '.join(map(str, missing))}"
-                found["", f"did not come to the comparison within {self.limit:g} s"].append(ranks)
-            seconds = self._seconds + time.perf_counter() - begin
-            every = {name: verdict for part in judged for name, verdict in part.items()}
-            self.report = conclude(everyone, every, found, self.allow, seconds)
-        self._seen = {p: replace(s, tensors={}) for p, s in self._seen.items()}
-        self.report = meeting.tell(self.report)
+        parts = meeting.gather((verdicts, self._table, self._loaded))
+        found = differences(parts[0][2], [table for _, table, _ in parts])
+        if missing:
+            ranks = f"rank {', '.join(map(str, missing))}"
+            found["", f"did not come to the comparison within {self.limit:g} s"].append(ranks)
+        judged = {name: verdict for part, _, _ in parts for name, verdict in part.items()}
+        seconds = self._seconds + time.perf_counter() - begin
+        self.report = conclude(everyone, judged, found, self.allow, seconds)
+        for seen in self._seen.values():
+            seen.tensors.clear()
+
+
+watch = Audit
+
+
+def _follow(hooks: ExitStack, owner: Any, name: str, act: Callable[..., Any], first: bool = False) -> None:
+    """Until `hooks` close, act after each call of `owner.name`, or before it, with its arguments."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if first:
+            act(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if not first:
+            act(*args, **kwargs)
+        return result
+
+    hooks.enter_context(patch.object(owner, name, call))
+
+
+def _paths(words: Sequence[Any], names: Mapping[str, Any]) -> list[Path]:
+    """The path of a checkpoint, which is the first of these arguments or has one of two names."""
+    places = *words[:1], names.get("f"), names.get("checkpoint_id")
+    return [Path(place) for place in places if isinstance(place, str | Path)]
 
 
 def _rows(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _evidence(seen: Seen, pieces: list[tuple[list[Tensor], Seen]]) -> Evidence | None:
+def _evidence(seen: Seen, pieces: Sequence[tuple[Sequence[Tensor], Seen]]) -> Evidence | None:
     """Whole matrices from the pieces of all ranks; None where a piece is missing.
 
     Of a stack of matrices, the one with the largest last gradient stands for all. A convolution is one matrix.
     """
-    keys = [key for key in seen.tensors if key != ("start", "step") and all(key in s.tensors for _, s in pieces)]
-    keys = [key for key in keys if all(s.tensors[key].shape == tuple(map(len, dims)) for dims, s in pieces)]
-    full = {key: whole(seen.shape, [(dims, s.tensors[key]) for dims, s in pieces]) for key in keys}
-    tensors = {key: x.flatten(1) if x.ndim > 3 else x for key, x in full.items() if x is not None}
+    tensors = dict[Any, Tensor]()
+    for key in seen.tensors:
+        fits = all(key in s.tensors and s.tensors[key].shape == tuple(map(len, dims)) for dims, s in pieces)
+        full = whole(seen.shape, [(dims, s.tensors[key]) for dims, s in pieces]) if fits else None
+        if full is not None:
+            tensors[key] = full.flatten(1) if full.ndim > 3 else full
+    if not {"before", "after"} <= tensors.keys():
+        return None
     if len(seen.shape) == 3:
         last = [x for key, x in tensors.items() if key[0] in ("gradient", "pass")][-1:]
         index = int(last[0].flatten(1).norm(dim=1).argmax()) if last else 0
         tensors = {key: x[index] for key, x in tensors.items()}
-    if "before" not in tensors or "after" not in tensors:
-        return None
-    gradients = list[tuple[int, Tensor]]()
-    for step in range(len(seen.groups)):
-        total, passes = tensors.get(("gradient", step)), [x for k, x in tensors.items() if k[:2] == ("pass", step)]
-        if total is not None and passes:
-            summed = torch.stack(passes).sum(0)
-            scale = float((summed * total).sum() / (summed * summed).sum().clamp(min=1e-30))
-            # Otherwise the gradient was changed after backward, as by Newton-Schulz in a hook.
-            if float((summed * scale - total).norm()) < 0.15 * float(total.norm()):
-                passes = [x * scale for x in passes]
-        gradients += [(step, x) for x in passes or ([] if total is None else [total])]
     start = {k[1]: x for k, x in (seen.tensors | tensors).items() if k[0] == "start"}
     momenta = [x for k, x in start.items() if "sq" not in k and x.shape == tensors["before"].shape and x.any()]
-    gradients = [*((-1, x) for x in momenta[:1]), *gradients]
-    return Evidence(tensors["before"], tensors["after"], gradients, seen, start)
-
-
-watch = Audit
+    gradients, raw, changed = [(-1, x) for x in momenta[:1]], [(-1, x) for x in momenta[:1]], False
+    for step in range(len(seen.groups)):
+        passes = [x for key, x in tensors.items() if key[:2] == ("pass", step)]
+        totals = [x for key, x in tensors.items() if key == ("gradient", step)]
+        used = passes or totals
+        raw += [(step, x) for x in used]
+        if passes and totals:
+            # A scale of all elements, as by clipping, or a change of each, as by clipping of values.
+            scale, misfit = regress(totals[0], [torch.stack(passes).sum(0)])
+            used = totals if misfit > 0.15 else [x * scale[0] for x in passes]
+            changed |= misfit > 0.15
+        gradients += [(step, x) for x in used]
+    moved = tensors["before"] - tensors["after"]
+    return Evidence(seen, tensors["before"], moved, gradients, start, raw if changed else [])
