@@ -67,7 +67,7 @@ class Evidence:
     """Whole float32 tensors on the CPU.
 
     `gradients` have the numbers of their steps, and before them the momentum at the first step has -1; `start` has
-    Adam's states at the first step. `raw`: gradients of backward passes that something changed before the step.
+    Adam's states at the first step.
     """
 
     seen: Seen
@@ -75,7 +75,6 @@ class Evidence:
     moved: Tensor
     gradients: Sequence[tuple[int, Tensor]]
     start: Mapping[str, Tensor]
-    raw: Sequence[tuple[int, Tensor]] = ()
 
     @property
     def columns(self) -> list[Tensor]:
@@ -110,19 +109,25 @@ class Verdict:
 
 def judge(e: Evidence) -> Verdict:
     """The explanation of the last step."""
+    newest = e.gradients[-1][1] if e.gradients else torch.zeros_like(e.before)
     rounding = 0.3 * torch.finfo(e.seen.dtype).eps * float(e.before.norm() / e.moved.norm().clamp(min=1e-30))
-    if rounding > 0.5:
-        return Verdict("undecided" if e.moved.any() else "still", undecided="the last step is below rounding, or none")
-    if not any(bool(g.any()) for step, g in e.gradients if step >= 0):
-        return Verdict("undecided", undecided="no gradient was seen")
+    if not e.moved.any():
+        return Verdict("still")
+    if not all(bool(x.isfinite().all()) for x in (e.moved, *e.columns)):
+        return Verdict("undecided", undecided="weights or gradients are not finite")
+    if rounding > 0.5 or not newest.any():
+        reason = "the step is smaller than the rounding of the weights" if rounding > 0.5 else "no gradient was seen"
+        return Verdict("undecided", undecided=reason)
     if (adam := _closest(e, _adam(e))).error < LINEAR + rounding:
         return adam
     weights, error = regress(e.moved, e.columns)
+    matrix = e.moved.ndim == 2 and min(e.moved.shape) > 1
     if error < LINEAR + rounding and e.moved.numel() > 8 * len(weights):
-        # The gradient before the step may be the update already, as of Newton-Schulz in a hook.
-        linear = Verdict("sgd", error, scale=max(map(abs, weights)))
-        return judge(replace(e, gradients=e.raw, raw=())) if e.raw else linear
-    if e.moved.ndim != 2 or min(e.moved.shape) < 2:
+        sizes = torch.linalg.svdvals(newest) if matrix else torch.zeros(1)
+        flat = "the gradient of the step has equal singular values, as after Newton-Schulz in a hook"
+        even = float(sizes.median()) > 0.6 * float(sizes.max())
+        return Verdict("sgd", error, scale=max(map(abs, weights)), undecided=flat if even else "")
+    if not matrix:
         return Verdict("undecided", error, undecided="neither Adam nor SGD explains the step")
     return _muon(e, FITS + rounding)
 

@@ -94,13 +94,20 @@ class Meeting:
         """Wait for all ranks at a place. Returns those that do not come; without them each rank is on its own."""
         if self.size == 1:
             return []
-        places = [f"{place}/{rank}" for rank in range(self.size)]
-        self._store.set(places[self.rank], "here")
+        end, here = f"{place}/end", [f"{place}/{rank}" for rank in range(self.size)]
+        self._store.set(here[self.rank], "")
+        # Only one of these words is written, so that no late rank waits for ranks that went on.
+        if self._store.add(place, 1) == self.size:
+            self._store.compare_set(end, "", "together")
         try:
-            self._store.wait(places, timedelta(seconds=self.limit))
+            self._store.wait([end], timedelta(seconds=self.limit))
         except RuntimeError:
-            self.rank, self.size = 0, 1
-        return [rank for rank, key in enumerate(places) if self.size == 1 and not self._store.check([key])]
+            self._store.compare_set(end, "", "alone")
+        if self._store.get(end) == b"together":
+            return []
+        missing = [rank for rank, key in enumerate(here) if not self._store.check([key])]
+        self.rank, self.size = 0, 1
+        return missing
 
     def gather(self, value: Any, to: int | None = None) -> list[Any]:
         """The values of all ranks, or nothing on other ranks than `to`. All ranks must have come."""

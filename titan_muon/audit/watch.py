@@ -112,13 +112,11 @@ class Audit:
             seen.passes += 1
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer's parameters, with the names of live modules, until its first step."""
+        """Watch the parameters of an optimizer and of all modules when it is made, and at its first step again."""
         if self._stepped.setdefault(optimizer, False):
             return
-        params = [p for p, _ in _rows(optimizer)]
-        if any(p not in self._seen for p in params):
-            gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
-            self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
+        gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
+        self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), [p for p, _ in _rows(optimizer)])
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
             for name, p in zip(names, group["params"], strict=True):
@@ -227,13 +225,12 @@ class Audit:
         if self.report is not None:
             return
         for p, seen in self._seen.items():
-            if seen.digests:
-                self._weigh(p, seen)
-            elif seen.optimizer and seen.passes:
+            if not seen.groups and seen.optimizer and seen.passes:
                 seen.undecided = "its optimizer made no step"
+            self._weigh(p, seen)
         meeting = self.meeting = Meeting(self.limit)
         missing = meeting.come("finish")
-        mine = {s.name: (held(p), s) for p, s in self._seen.items() if s.digests and s.sampled and p.shape == s.shape}
+        mine = {s.name: (held(p), s) for p, s in self._seen.items() if s.groups and s.sampled and p.shape == s.shape}
         known = {s.name: replace(s, tensors={}) for s in self._seen.values() if s.digests or s.undecided}
         everyone, verdicts = meeting.gather(known), dict[str, Verdict]()
         for index, name in enumerate(sorted({name for part in everyone for name, s in part.items() if s.sampled})):
@@ -300,17 +297,13 @@ def _evidence(seen: Seen, pieces: Sequence[tuple[Sequence[Tensor], Seen]]) -> Ev
         tensors = {key: x[index] for key, x in tensors.items()}
     start = {k[1]: x for k, x in (seen.tensors | tensors).items() if k[0] == "start"}
     momenta = [x for k, x in start.items() if "sq" not in k and x.shape == tensors["before"].shape and x.any()]
-    gradients, raw, changed = [(-1, x) for x in momenta[:1]], [(-1, x) for x in momenta[:1]], False
+    gradients = [(-1, x) for x in momenta[:1]]
     for step in range(len(seen.groups)):
         passes = [x for key, x in tensors.items() if key[:2] == ("pass", step)]
-        totals = [x for key, x in tensors.items() if key == ("gradient", step)]
-        used = passes or totals
-        raw += [(step, x) for x in used]
-        if passes and totals:
-            # A scale of all elements, as by clipping, or a change of each, as by clipping of values.
-            scale, misfit = regress(totals[0], [torch.stack(passes).sum(0)])
-            used = totals if misfit > 0.15 else [x * scale[0] for x in passes]
-            changed |= misfit > 0.15
-        gradients += [(step, x) for x in used]
-    moved = tensors["before"] - tensors["after"]
-    return Evidence(seen, tensors["before"], moved, gradients, start, raw if changed else [])
+        total = [x for key, x in tensors.items() if key == ("gradient", step)]
+        if passes and total:
+            # Clipping of the norm scales all passes. Clipping of values, or a hook, changes each element.
+            (scale,), misfit = regress(total[0], [torch.stack(passes).sum(0)])
+            passes = [x * scale for x in passes] if misfit < 0.15 else total
+        gradients += [(step, x) for x in passes or total]
+    return Evidence(seen, tensors["before"], tensors["before"] - tensors["after"], gradients, start)
