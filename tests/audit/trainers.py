@@ -1,8 +1,10 @@
 """Small trainers, right ones and wrong ones, for the audit: a table of kinds, ranks and expected codes."""
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, seed: int, unused: bool = False) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         width, hidden = SHAPES[seed % 3]
@@ -87,7 +89,7 @@ def newton_schulz(matrix: Tensor, times: int = 1) -> Tensor:
 
 
 class TinyMuon(Optimizer):
-    """Muon for groups with `use_muon`, AdamW for the others. `bug` names what is wrong."""
+    """Muon for groups with `use_muon`, AdamW for the others. `bug` names what is wrong, or unusual."""
 
     def __init__(self, groups: list[dict[str, Any]], bug: str = "", **defaults: Any) -> None:
         self.bug = bug
@@ -95,21 +97,19 @@ class TinyMuon(Optimizer):
         super().__init__(groups, {**usual, **defaults})
 
     def direction(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-        state, momentum, nesterov = self.state[p], group["momentum"], group["nesterov"]
-        momentum, nesterov = 0.7 if self.bug == "momentum" else momentum, nesterov and self.bug != "nesterov"
-        buffer = state.setdefault("momentum_buffer", torch.zeros_like(g))
-        buffer.mul_(momentum).add_(g)
-        return g + momentum * buffer if nesterov else buffer
+        momentum = {"momentum": 0.7, "reset": 0.0}.get(self.bug, group["momentum"])
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(g)).mul_(momentum).add_(g)
+        return g + momentum * buffer if group["nesterov"] and self.bug != "nesterov" else buffer
 
     def orthogonalized(self, x: Tensor) -> Tensor:
         if self.bug == "sgd":
             return x
-        if self.bug == "shard":
+        if self.bug == "shard" or (self.bug == "fused" and x.shape[0] == x.shape[1]):
             return torch.cat([newton_schulz(part) for part in x.chunk(dist.get_world_size())])
         return newton_schulz(x, 2 if self.bug == "twice" else 1)
 
     def gradient(self, p: Tensor) -> Tensor:
-        return p.grad  # type: ignore[return-value]
+        return p.grad.to(p.dtype)  # type: ignore[union-attr]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -118,24 +118,19 @@ class TinyMuon(Optimizer):
                 closure()
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None or (self.bug == "still" and p.ndim == 2 and p.shape[0] != p.shape[1]):
-                    continue
-                g, lr, decay = self.gradient(p).to(p.dtype), group["lr"], group["weight_decay"]
-                if not group["use_muon"]:
-                    self.adam(p, g, group)
-                    continue
-                g = g + decay * p if self.bug == "coupled-decay" else g
-                update = self.orthogonalized(self.direction(p, g, group))
-                rows, cols = update.shape
-                rows = rows // dist.get_world_size() if self.bug == "shard-scale" else rows
-                rows, cols = (cols, rows) if self.bug == "fan" else (rows, cols)
-                if self.bug not in ("coupled-decay", "decay"):
-                    p.mul_(1 - lr * decay)
-                p.add_(
-                    update,
-                    alpha=-lr
-                    * (max(1, rows / cols) ** 0.5 if self.bug != "shard-scale" else 0.2 * max(rows, cols) ** 0.5),
-                )
+                if p.grad is not None and not (self.bug == "still" and p.ndim == 2 and p.shape[0] != p.shape[1]):
+                    (self.muon if group["use_muon"] else self.adam)(p, self.gradient(p), group)
+
+    def muon(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        lr, decay = group["lr"], group["weight_decay"]
+        update = self.orthogonalized(self.direction(p, g + decay * p if self.bug == "coupled-decay" else g, group))
+        rows, cols = update.shape
+        sizes = {"fan": max(1, cols / rows) ** 0.5}
+        if self.bug == "shard-scale":
+            sizes["shard-scale"] = 0.2 * max(rows // dist.get_world_size(), cols) ** 0.5
+        factors = {"coupled-decay": 0, "decay": 0, "decay-twice": 2, "cautious": update * p > 0}
+        p.mul_(1 - lr * decay * factors.get(self.bug, 1))
+        p.add_(update, alpha=-lr * sizes.get(self.bug, max(1, rows / cols) ** 0.5))
 
     def adam(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state, (b1, b2) = self.state[p], group["betas"]
@@ -149,9 +144,6 @@ class TinyMuon(Optimizer):
 
 class FullMuon(TinyMuon):
     """Muon that gathers DTensors."""
-
-    def gradient(self, p: Tensor) -> Tensor:
-        return p.grad
 
     def orthogonalized(self, x: Tensor) -> Tensor:
         return distribute_tensor(newton_schulz(x.full_tensor()), x.device_mesh, x.placements)
@@ -172,6 +164,33 @@ class GatherMuon(TinyMuon):
         return update
 
 
+class PartsMuon(TinyMuon):
+    """Gathers the parts of matrices that tensor parallelism cut: tall ones by rows, wide ones by columns."""
+
+    def orthogonalized(self, x: Tensor) -> Tensor:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x.contiguous())
+        dim = self.dims[tuple(x.shape)]
+        return newton_schulz(torch.cat(parts, dim)).chunk(size, dim)[rank]
+
+
+class RoundedMuon(TinyMuon):
+    """Steps in float32, and rounds to bfloat16 stochastically."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        kept = [(p, p.data, p.grad) for group in self.param_groups for p in group["params"]]
+        for p, _, grad in kept:
+            p.grad, p.data = None, p.data.float()
+            p.grad = grad.float()
+        super().step()
+        for p, data, grad in kept:
+            bits = p.data.view(torch.int32) + torch.randint(0, 1 << 16, p.shape, dtype=torch.int32)
+            p.grad, p.data = None, data.copy_((bits & -65536).view(torch.float32))
+            p.grad = grad
+
+
 class OfOptimizers(Optimizer):
     """An optimizer whose step runs the steps of others."""
 
@@ -182,6 +201,21 @@ class OfOptimizers(Optimizer):
     def step(self, closure: Any = None) -> None:
         for part in self.parts:
             part.step()
+
+
+class Applied(Optimizer):
+    """Subtracts the update that a function gives for a parameter, and states options of Muon."""
+
+    def __init__(self, params: list[Tensor], update: Callable[[Tensor], Tensor], **stated: Any) -> None:
+        self.update = update
+        usual = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "weight_decay": 0.0, "ns_steps": 5}
+        super().__init__(params, {**usual, **stated})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.update(p), alpha=group["lr"])
 
 
 def groups(model: nn.Module, embedding: bool = False) -> list[dict[str, Any]]:
@@ -202,35 +236,60 @@ class Run:
     folder: str
     bug: str = ""
 
-    def train(self, model: nn.Module, *optimizers: Any, steps: int = STEPS, passes: int = 1, first: int = 0) -> None:
+    def train(
+        self, model: nn.Module, *optimizers: Any, steps: int = STEPS, passes: int = 1, first: int = 0,
+        before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Train, and call `before` and `after` each step with the model and the number of the step."""
         for step in range(first, first + steps):
             for k in range(passes):
                 (model(batch(self.seed, step, 10 * self.rank + k)) / passes).backward()
+            with torch.no_grad():
+                _ = before and before(model, step)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            with torch.no_grad():
+                _ = after and after(model, step)
 
     def net(self) -> Net:
         return Net(self.seed)
 
 
-def right_torch(run: Run) -> None:
+def plain(run: Run, wrap: Callable[[Net], nn.Module] = lambda net: net, make: Any = TinyMuon, **options: Any) -> None:
+    net = run.net()
+    model = wrap(net)
+    run.train(model, make(groups(net, embedding=run.bug == "embedding"), run.bug), **options)
+
+
+def torch_muon(run: Run, join: Callable[..., Any] = lambda *parts: parts) -> None:
     model = run.net()
     muon, rest = groups(model)
-    run.train(model, torch.optim.Muon(muon["params"], lr=0.02), AdamW(rest["params"], lr=1e-3))
+    run.train(model, *join(torch.optim.Muon(muon["params"], lr=0.02), AdamW(rest["params"], lr=1e-3)))
 
 
-def plain(run: Run, **options: Any) -> None:
-    model = run.net()
-    run.train(model, TinyMuon(groups(model, embedding=run.bug == "embedding"), run.bug), **options)
-
-
-def right_adamw(run: Run) -> None:
+def adamw(run: Run) -> None:
     model = run.net()
     run.train(model, AdamW(model.parameters(), lr=1e-2))
 
 
-def right_scaler(run: Run) -> None:
+def one_for_each(run: Run) -> None:
+    model = run.net()
+    muon, rest = groups(model)
+    optimizers = [torch.optim.Muon([p], lr=0.02) for p in muon["params"]]
+    run.train(model, *optimizers, *(AdamW([p], lr=1e-3) for p in rest["params"]))
+
+
+def by_turns(run: Run) -> None:
+    """Each optimizer has backward passes of its own."""
+    model = run.net()
+    muon, rest = groups(model)
+    optimizers = torch.optim.Muon(muon["params"], lr=0.02), AdamW(rest["params"], lr=1e-3)
+    for step in range(2 * STEPS):
+        run.train(model, optimizers[step % 2], steps=1, first=step, after=lambda model, _: model.zero_grad())
+
+
+def scaler(run: Run) -> None:
     model, scaler = run.net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = TinyMuon(groups(model))
     for step in range(STEPS):
@@ -242,42 +301,28 @@ def right_scaler(run: Run) -> None:
         optimizer.zero_grad()
 
 
-def right_engine(run: Run) -> None:
-    model = run.net()
-    muon, rest = groups(model)
-    run.train(model, OfOptimizers(torch.optim.Muon(muon["params"], lr=0.02), AdamW(rest["params"], lr=1e-3)))
-
-
-def right_bf16(run: Run) -> None:
-    model = run.net().bfloat16()
-    run.train(model, TinyMuon(groups(model)))
-
-
-def right_schedules(run: Run) -> None:
+def schedules(run: Run) -> None:
     model = run.net()
     optimizer = TinyMuon(groups(model))
-    for step in range(STEPS):
+
+    def set_options(model: nn.Module, step: int) -> None:
         for group in optimizer.param_groups:
             group.update(lr=0.02 * step / STEPS, momentum=0.8 + 0.02 * step, weight_decay=0.1 + 0.02 * step)
-        run.train(model, optimizer, steps=1, first=step)
+
+    run.train(model, optimizer, before=set_options)
 
 
-def right_compile(run: Run) -> None:
-    model = run.net()
-    run.train(torch.compile(model, backend="aot_eager"), TinyMuon(groups(model)))
-
-
-def right_closure(run: Run) -> None:
+def closure(run: Run) -> None:
     """The backward pass is inside of the step, as in Lightning."""
     model = run.net()
     optimizer = TinyMuon(groups(model), run.bug)
 
-    def closure(step: int) -> None:
+    def backward(step: int) -> None:
         optimizer.zero_grad()
         model(batch(run.seed, step)).backward()
 
     for step in range(STEPS):
-        optimizer.step(lambda step=step: closure(step))
+        optimizer.step(partial(backward, step))
 
 
 def step_by_group(run: Run) -> None:
@@ -294,18 +339,49 @@ def step_by_group(run: Run) -> None:
         optimizer.param_groups = everything
 
 
-def right_ddp(run: Run) -> None:
-    model = DistributedDataParallel(run.net())
-    run.train(model, TinyMuon(groups(model)), passes=2)
-
-
-def right_gather(run: Run) -> None:
+def still_parts(run: Run) -> None:
+    """Frozen layers, and a matrix with a rate of 0."""
     model = run.net()
-    run.train(model, GatherMuon(groups(model)))
+    model.layers[0].requires_grad_(False)
+    muon, rest = groups(model)
+    last = {"params": muon["params"][-1:], "use_muon": True, "lr": 0.0}
+    run.train(model, TinyMuon([{**muon, "params": muon["params"][:-1]}, rest, last]))
 
 
-def sharded(run: Run, mesh: Any = None) -> Net:
-    model = run.net()
+def tied(net: Net) -> Net:
+    net.lm_head.weight = net.embed.weight
+    return net
+
+
+def averaged(run: Run) -> None:
+    """Weights are averages of the steps, as in Lookahead."""
+    slow = [p.detach().clone() for p in run.net().parameters()]
+
+    def average(model: nn.Module, step: int) -> None:
+        for mean, p in zip(slow, model.parameters(), strict=True):
+            p.copy_(mean.lerp_(p, 0.5))
+
+    plain(run, after=average)
+
+
+def unit_rows(model: nn.Module, step: int) -> None:
+    for p in model.layers.parameters():
+        if p.ndim == 2:
+            p.div_(p.norm(dim=1, keepdim=True))
+
+
+def clip_values(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def reduce_all_but(model: nn.Module, step: int, skipped: str = "") -> None:
+    for name, p in model.named_parameters():
+        if name != skipped:
+            dist.all_reduce(p.grad)
+
+
+def sharded(run: Run, mesh: Any = None, model: Net | None = None) -> Net:
+    model = model or run.net()
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
         module.set_force_sum_reduction_for_comms(True)
@@ -313,24 +389,20 @@ def sharded(run: Run, mesh: Any = None) -> Net:
     return model
 
 
-def hybrid(run: Run, mesh: Any = None, algorithm: str = "muon", **options: Any) -> None:
-    model = sharded(run, mesh)
+def hybrid(run: Run, shape: tuple[int, ...] = (), algorithm: str = "muon", **options: Any) -> None:
+    model = sharded(run, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None)
     optimizer = Hybrid(model, lr=0.01, weight_decay=0.1, muon={"algorithm": algorithm, **options})
     if options.get("overlap") == "forward":
         apply_in_forward(model, optimizer.parts.optimizers["muon"])
     run.train(model, optimizer)
 
 
-def right_hsdp(run: Run) -> None:
-    hybrid(run, init_device_mesh("cpu", (2, run.size // 2), mesh_dim_names=("replicate", "shard")))
-
-
-def right_fsdp2_own(run: Run) -> None:
+def gathering(run: Run) -> None:
     model = sharded(run)
     run.train(model, FullMuon(groups(model)))
 
 
-def right_owned(run: Run) -> None:
+def owned(run: Run) -> None:
     model = run.net()
     fully_shard(model, ignored_params=own(model, mesh=init_device_mesh("cpu", (run.size,))))
     model.set_force_sum_reduction_for_comms(True)
@@ -338,32 +410,54 @@ def right_owned(run: Run) -> None:
     run.train(model, Hybrid(model, lr=0.01, weight_decay=0.1))
 
 
-def right_heads(run: Run) -> None:
-    hybrid(run, split=[Split(match="layers.*.q.weight", dims="(h f) d -> h | f d", lengths={"h": 4})])
-
-
-def right_experts(run: Run) -> None:
-    model = nn.Module.__new__(Net)
-    Net.__init__(model, run.seed)
+def experts(run: Run) -> None:
+    model = run.net()
     model.layers.append(Stack(SHAPES[run.seed % 3][0]))
-    for module in (*model.layers, model):
-        fully_shard(module)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
+    model = sharded(run, model=model)
     run.train(model, Hybrid(model, lr=0.01, weight_decay=0.1))
 
 
-def right_forward(run: Run) -> None:
-    hybrid(run, overlap="forward")
+class Reduced(torch.autograd.Function):
+    """Sums over ranks, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: bool) -> Tensor:
+        ctx.backward_too, y = backward, x.clone()
+        _ = backward or dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        g = g.clone()
+        _ = ctx.backward_too and dist.all_reduce(g)
+        return g, None
+
+
+def tensor_parallel(run: Run) -> None:
+    """Each rank has plain tensors, which are parts of matrices."""
+    model, dims = run.net(), dict[tuple[int, ...], int]()
+    parts = list[Tensor]()
+    for layer in model.layers:
+        for linear, dim in ((layer.up, 0), (layer.down, 1)):
+            part = linear.weight.detach().chunk(run.size, dim)[run.rank].clone()
+            linear.weight, dims[tuple(part.shape)] = nn.Parameter(part), dim
+            parts.append(linear.weight)
+        layer.up.register_forward_pre_hook(lambda _, args: (Reduced.apply(args[0], True),))
+        layer.down.register_forward_hook(lambda _, __, y: Reduced.apply(y, False))
+    muon, rest = groups(model)
+    optimizer = PartsMuon([{"params": parts, "use_muon": True}])
+    optimizer.dims = dims
+    whole = [p for p in muon["params"] if not any(p is q for q in parts)]
+    replace(run, rank=0).train(model, optimizer, TinyMuon([{"params": whole, "use_muon": True}, rest]))
 
 
 class Flat:
     """A trainer whose optimizer has flat copies in float32, and writes matrices back after its step."""
 
     def __init__(self, model: nn.Module, bug: str = "") -> None:
-        self.model, self.groups, self.bug = model, groups(model), bug
+        self.model, self.groups = model, groups(model)
         self.flat = [nn.Parameter(torch.cat([p.detach().flatten() for p in g["params"]])) for g in self.groups]
-        self.inner = TinyFlat(self.flat, [[p.shape for p in g["params"]] for g in self.groups], bug)
+        self.inner = TinyFlat(self.flat, [p.shape for p in self.groups[0]["params"]], bug)
 
     def step(self) -> None:
         for flat, group in zip(self.flat, self.groups, strict=True):
@@ -378,23 +472,20 @@ class Flat:
         self.model.zero_grad()
 
 
-class TinyFlat(Optimizer):
+class TinyFlat(Applied):
     """Muon on the matrices inside of the first flat parameter, SGD on the second."""
 
-    def __init__(self, flat: list[nn.Parameter], shapes: list[list[torch.Size]], bug: str) -> None:
+    def __init__(self, flat: list[nn.Parameter], shapes: list[torch.Size], bug: str) -> None:
         self.shapes, self.bug = shapes, bug
-        super().__init__(flat, {"lr": 0.02, "momentum": 0.95, "nesterov": True, "weight_decay": 0.0, "ns_steps": 5})
+        super().__init__(flat, self.direction)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        (matrices, rest), group = self.param_groups[0]["params"], self.param_groups[0]
-        buffer = self.state[matrices].setdefault("momentum_buffer", torch.zeros_like(matrices))
-        buffer.mul_(0.95).add_(matrices.grad)
-        parts = (matrices.grad + 0.95 * buffer).split([s.numel() for s in self.shapes[0]])
+    def direction(self, p: Tensor) -> Tensor:
+        if p is not self.param_groups[0]["params"][0]:
+            return p.grad
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)).mul_(0.95).add_(p.grad)
+        parts = (p.grad + 0.95 * buffer).split([shape.numel() for shape in self.shapes])
         make = (lambda x: x) if self.bug == "sgd" else newton_schulz
-        update = torch.cat([make(x.view(s)).flatten() for x, s in zip(parts, self.shapes[0], strict=True)])
-        matrices.add_(update, alpha=-group["lr"])
-        rest.add_(rest.grad, alpha=-group["lr"])
+        return torch.cat([make(x.view(s)).flatten() for x, s in zip(parts, self.shapes, strict=True)])
 
 
 def flat_buffers(run: Run) -> None:
@@ -403,36 +494,21 @@ def flat_buffers(run: Run) -> None:
 
 
 def each_pass(run: Run) -> None:
-    """Gradients become updates in hooks, once for each backward pass; the step is then SGD."""
+    """Gradients become updates in hooks, once for each backward pass; the step adds them."""
     model = run.net()
     muon, rest = groups(model)
-    buffers: dict[Tensor, Tensor] = {}
+    buffers, totals, seen = dict[Tensor, Tensor](), dict[Tensor, Tensor](), dict[Tensor, Tensor]()
 
-    def hook(p: Tensor, g: Tensor) -> Tensor:
-        buffer = buffers.setdefault(p, torch.zeros_like(g))
-        buffer.mul_(0.95).add_(g)
-        return newton_schulz(g + 0.95 * buffer)
-
-    def after(p: Tensor) -> None:
-        total = totals.setdefault(p, torch.zeros_like(p))
-        total.add_(hook(p, p.grad - seen.get(p, 0)))
+    def accumulate(p: Tensor) -> None:
+        g = p.grad - seen.get(p, 0)
+        buffer = buffers.setdefault(p, torch.zeros_like(g)).mul_(0.95).add_(g)
+        totals[p] = totals.get(p, 0) + newton_schulz(g + 0.95 * buffer)
         seen[p] = p.grad.clone()
 
-    totals: dict[Tensor, Tensor] = {}
-    seen: dict[Tensor, Tensor] = {}
     for p in muon["params"]:
-        p.register_post_accumulate_grad_hook(after)
-
-    class MuonOfTotals(Optimizer):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(totals.pop(p), alpha=-group["lr"])
-            seen.clear()
-
-    stated = {"lr": 0.005, "momentum": 0.95, "nesterov": True, "weight_decay": 0.0, "ns_steps": 5}
-    run.train(model, MuonOfTotals(muon["params"], stated), AdamW(rest["params"]), passes=4)
+        p.register_post_accumulate_grad_hook(accumulate)
+    optimizer = Applied(muon["params"], totals.pop, lr=0.005)
+    run.train(model, optimizer, AdamW(rest["params"]), passes=4, after=lambda *_: seen.clear())
 
 
 def micro_momentum(run: Run) -> None:
@@ -442,16 +518,23 @@ def micro_momentum(run: Run) -> None:
     buffers: dict[Tensor, Tensor] = {}
     for p in muon["params"]:
         p.register_hook(lambda g, p=p: buffers.setdefault(p, torch.zeros_like(g)).mul_(0.8).add_(g) * 0 + g)
+    optimizer = Applied(muon["params"], lambda p: newton_schulz(buffers[p]), momentum=0.8, nesterov=False)
+    run.train(model, optimizer, AdamW(rest["params"]), passes=4)
 
-    class MuonOfBuffers(Optimizer):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(newton_schulz(buffers[p]), alpha=-group["lr"])
 
-    stated = {"lr": 0.02, "momentum": 0.8, "nesterov": False, "weight_decay": 0.0, "ns_steps": 5}
-    run.train(model, MuonOfBuffers(muon["params"], stated), AdamW(rest["params"]), passes=4)
+def in_hook(run: Run) -> None:
+    """A hook puts the update in the place of the gradient."""
+    model = run.net()
+    muon, rest = groups(model)
+    buffers: dict[Tensor, Tensor] = {}
+
+    def orthogonalize(p: Tensor) -> None:
+        buffer = buffers.setdefault(p, torch.zeros_like(p)).mul_(0.95).add_(p.grad)
+        p.grad = newton_schulz(p.grad + 0.95 * buffer)
+
+    for p in muon["params"]:
+        p.register_post_accumulate_grad_hook(orthogonalize)
+    run.train(model, Applied(muon["params"], lambda p: p.grad), AdamW(rest["params"]))
 
 
 def empty_shapes(run: Run) -> None:
@@ -466,17 +549,14 @@ def flat_parameters(run: Run) -> None:
     """Every parameter is flattened before Muon looks for matrices."""
     model = run.net()
     shapes = {n: p.shape for n, p in model.named_parameters()}
-    flat = nn.ParameterDict(
-        {n.replace(".", "_"): nn.Parameter(p.detach().flatten()) for n, p in model.named_parameters()}
-    )
-    rest = [p for p in flat.values() if p.ndim < 2]
-    optimizer = TinyMuon([{"params": rest, "use_muon": False}])
+    flat = {n: nn.Parameter(p.detach().flatten()) for n, p in model.named_parameters()}
+    module = nn.ParameterDict({n.replace(".", "_"): p for n, p in flat.items()})
     model.requires_grad_(False)
+    optimizer = TinyMuon([{"params": [p for p in module.parameters() if p.ndim < 2], "use_muon": False}])
     for step in range(STEPS):
-        weights = {n: flat[n.replace(".", "_")].view(shape) for n, shape in shapes.items()}
+        weights = {n: p.view(shapes[n]) for n, p in flat.items()}
         torch.func.functional_call(model, weights, (batch(run.seed, step, run.rank),)).backward()
-        for p in rest:
-            dist.all_reduce(p.grad)
+        reduce_all_but(module, step)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -487,32 +567,34 @@ def nobody(run: Run) -> None:
     run.train(model, TinyMuon([{"params": muon["params"][1:], "use_muon": True}, rest]))
 
 
-def drift(run: Run) -> None:
-    """Gradients of one matrix are not reduced."""
+def of_a_copy(run: Run) -> None:
+    """The model is copied after its optimizer is made."""
     model = run.net()
     optimizer = TinyMuon(groups(model))
-    for step in range(STEPS):
-        model(batch(run.seed, step, run.rank)).backward()
-        for name, p in model.named_parameters():
-            if name != "layers.1.up.weight":
-                dist.all_reduce(p.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(copy.deepcopy(model), optimizer)
 
 
-def reduced(run: Run) -> None:
-    """Plain replicas with reduced gradients."""
-    model = DistributedDataParallel(run.net())
-    run.train(model, TinyMuon(groups(model), run.bug))
+def unequal(run: Run) -> None:
+    """Each rank draws weights of its own."""
+    model = Net(run.seed + 3 * run.rank)
+    run.train(model, TinyMuon(groups(model)), before=reduce_all_but)
+
+
+def one_rank(run: Run) -> None:
+    """Muon steps on the first rank only."""
+    model = run.net()
+    muon, rest = groups(model)
+    parts = torch.optim.Muon(muon["params"], lr=0.02), AdamW(rest["params"], lr=1e-3)
+    run.train(model, *parts[run.rank :], before=reduce_all_but)
 
 
 def resume(run: Run) -> Iterator[None]:
     """Trains and saves, and then a second time from the checkpoint."""
     path = f"{run.folder}/state.pt"
-    wrap = DistributedDataParallel if run.size > 1 else nn.Identity
+    wrap = DistributedDataParallel if run.size > 1 else lambda model: model
     model = run.net()
     optimizer = TinyMuon(groups(model))
-    run.train(wrap(model) if run.size > 1 else model, optimizer)
+    run.train(wrap(model), optimizer)
     if run.rank == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     if run.size > 1:
@@ -521,35 +603,34 @@ def resume(run: Run) -> Iterator[None]:
     model = Net(run.seed + 30)
     optimizer = TinyMuon(groups(model))
     state = torch.load(path)
-    initial = {n: p.detach().clone() for n, p in model.named_parameters()}
+    initial = copy.deepcopy(model.state_dict())
     if run.bug != "model":
         model.load_state_dict(state["model"])
-    if run.bug == "momentum":
-        for entry in state["optimizer"]["state"].values():
-            if "momentum_buffer" in entry:
-                entry["momentum_buffer"] = torch.randn_like(entry["momentum_buffer"]) * 0.01
-    optimizer.load_state_dict(state["optimizer"])
+    for entry in state["optimizer"]["state"].values() if run.bug == "momentum" else ():
+        if "momentum_buffer" in entry:
+            entry["momentum_buffer"] = torch.randn_like(entry["momentum_buffer"]) * 0.01
+    if run.bug == "head":  # Fine-tuning with new states.
+        nn.init.normal_(model.lm_head.weight)
+    else:
+        optimizer.load_state_dict(state["optimizer"])
     if run.bug == "sync":  # A later call writes the weights of construction.
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                p.copy_(initial[n])
-    run.train(wrap(model) if run.size > 1 else model, optimizer, first=STEPS)
+        model.load_state_dict(initial)
+    run.train(wrap(model), optimizer, first=STEPS)
 
 
 def resume_dcp(run: Run) -> Iterator[None]:
-    model = sharded(run)
-    optimizer = Hybrid(model, lr=0.01)
-    run.train(model, optimizer)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{run.folder}/dcp")
-    yield
-    other = Run(run.seed, run.rank, run.size, run.folder)
-    model = sharded(other)
-    optimizer = Hybrid(model, lr=0.01)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=f"{run.folder}/dcp")
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    run.train(model, optimizer, first=STEPS)
+    for first in (0, STEPS):
+        model = sharded(run)
+        optimizer = Hybrid(model, lr=0.01)
+        if first:
+            weights, states = get_state_dict(model, optimizer)
+            dcp.load({"model": weights, "optimizer": states}, checkpoint_id=f"{run.folder}/dcp")
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        run.train(model, optimizer, first=first)
+        if not first:
+            weights, states = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{run.folder}/dcp")
+            yield
 
 
 @dataclass(frozen=True)
@@ -565,29 +646,34 @@ class Kind:
 
 
 KINDS = (
-    Kind("torch.optim.Muon", 1, "", right_torch),
+    Kind("torch.optim.Muon", 1, "", torch_muon),
     Kind("own Muon", 1, "", plain),
-    Kind("AdamW", 1, "", right_adamw),
-    Kind("accumulation", 1, "", lambda run: plain(run, passes=4)),
-    Kind("GradScaler and clipping", 1, "", right_scaler),
-    Kind("optimizer of optimizers", 1, "", right_engine),
-    Kind("bfloat16 weights", 1, "", right_bf16),
-    Kind("schedules", 1, "", right_schedules),
-    Kind("compiled", 1, "", right_compile),
-    Kind("DDP", 2, "", right_ddp),
-    Kind("gradients reduced in the step", 2, "", right_gather),
+    Kind("AdamW", 1, "", adamw),
+    Kind("accumulation", 1, "", partial(plain, passes=4)),
+    Kind("GradScaler and clipping", 1, "", scaler),
+    Kind("optimizer of optimizers", 1, "", partial(torch_muon, join=lambda *parts: [OfOptimizers(*parts)])),
+    Kind("bfloat16 weights", 1, "", partial(plain, wrap=Net.bfloat16)),
+    Kind("schedules", 1, "", schedules),
+    Kind("compiled", 1, "", partial(plain, wrap=partial(torch.compile, backend="aot_eager"))),
+    Kind("DDP", 2, "", partial(plain, wrap=DistributedDataParallel, passes=2)),
+    Kind("gradients reduced in the step", 2, "", partial(plain, make=GatherMuon)),
     Kind("FSDP2, Hybrid", 2, "", hybrid),
     Kind("FSDP2, Hybrid, 4 ranks", 4, "", hybrid),
-    Kind("FSDP2, gathering Muon", 2, "", right_fsdp2_own),
-    Kind("owned matrices", 2, "", right_owned),
-    Kind("heads", 2, "", right_heads),
-    Kind("NorMuon", 2, "", lambda run: hybrid(run, algorithm="normuon")),
-    Kind("experts", 2, "", right_experts),
-    Kind("HSDP", 4, "", right_hsdp),
+    Kind("FSDP2, gathering Muon", 2, "", gathering),
+    Kind("owned matrices", 2, "", owned),
+    Kind(
+        "heads",
+        2,
+        "",
+        partial(hybrid, split=[Split(match="layers.*.q.weight", dims="(h f) d -> h | f d", lengths={"h": 4})]),
+    ),
+    Kind("NorMuon", 2, "", partial(hybrid, algorithm="normuon")),
+    Kind("experts", 2, "", experts),
+    Kind("HSDP", 4, "", partial(hybrid, shape=(2, 2))),
     Kind("resume", 1, "", resume),
     Kind("resume, 2 ranks", 2, "", resume),
     Kind("resume, DCP", 2, "", resume_dcp),
-    Kind("updates in the next forward", 2, "", right_forward),
+    Kind("updates in the next forward", 2, "", partial(hybrid, overlap="forward")),
     Kind("flat buffers", 1, "", flat_buffers),
     Kind("no Newton-Schulz", 1, "sgd", plain, "sgd", "deepspeed#8441"),
     Kind("Newton-Schulz in each pass", 1, "per-micro-batch", each_pass, "", "deepspeed#8443"),
@@ -597,9 +683,9 @@ KINDS = (
     Kind("weights not loaded", 1, "resume", resume, "model"),
     Kind("other momentum loaded", 1, "resume", resume, "momentum"),
     Kind("momentum in each pass", 1, "micro-momentum", micro_momentum),
-    Kind("shards orthogonalized, 2 ranks", 2, "per-shard", reduced, "shard"),
-    Kind("shards orthogonalized, 4 ranks", 4, "per-shard", reduced, "shard"),
-    Kind("size of a shard", 2, "scale", reduced, "shard-scale"),
+    Kind("shards orthogonalized, 2 ranks", 2, "per-shard", partial(plain, wrap=DistributedDataParallel), "shard"),
+    Kind("shards orthogonalized, 4 ranks", 4, "per-shard", partial(plain, wrap=DistributedDataParallel), "shard"),
+    Kind("size of a shard", 2, "scale", partial(plain, wrap=DistributedDataParallel), "shard-scale"),
     Kind("rows and columns exchanged", 1, "scale", plain, "fan"),
     Kind("no nesterov", 1, "nesterov", plain, "nesterov"),
     Kind("other momentum", 1, "momentum", plain, "momentum"),
@@ -609,37 +695,49 @@ KINDS = (
     Kind("embedding orthogonalized", 1, "embedding", plain, "embedding"),
     Kind("matrices not updated", 1, "still", plain, "still"),
     Kind("parameter without optimizer", 1, "nobody", nobody),
-    Kind("replicas drift", 2, "replicas", drift),
+    Kind("replicas drift", 2, "replicas", partial(plain, before=partial(reduce_all_but, skipped="layers.1.up.weight"))),
     Kind("flat buffers, no Newton-Schulz", 1, "sgd", flat_buffers, "sgd"),
-    Kind("backward in a closure", 1, "", right_closure),
-    Kind("no Newton-Schulz, closure", 1, "sgd", right_closure, "sgd"),
+    Kind("backward in a closure", 1, "", closure),
+    Kind("no Newton-Schulz, closure", 1, "sgd", closure, "sgd"),
     Kind("a step for each group", 1, "", step_by_group),
     Kind("no Newton-Schulz, a step for each group", 1, "sgd", step_by_group, "sgd"),
+    Kind("clipping of values", 1, "", partial(plain, before=clip_values)),
+    Kind("averaged weights", 1, "", averaged),
+    Kind("rows of unit length", 1, "", partial(plain, after=unit_rows)),
+    Kind("cautious decay", 1, "", plain, "cautious"),
+    Kind("stochastic rounding", 1, "", partial(plain, wrap=Net.bfloat16, make=RoundedMuon)),
+    Kind("an optimizer for each parameter", 1, "", one_for_each),
+    Kind("optimizers by turns", 1, "", by_turns),
+    Kind("frozen layers and a rate of 0", 1, "", still_parts),
+    Kind("tied embedding and head", 1, "", partial(plain, wrap=tied)),
+    Kind("two matrices in one", 2, "", partial(plain, wrap=DistributedDataParallel), "fused"),
+    Kind("tensor parallelism by hand", 2, "", tensor_parallel),
+    Kind("Newton-Schulz in a hook", 1, "", in_hook),
+    Kind("a new head after a load", 1, "", resume, "head"),
+    Kind("unequal replicas", 2, "replicas", unequal),
+    Kind("Muon on one rank", 2, "replicas", one_rank),
+    Kind("decay twice", 1, "decay", plain, "decay-twice"),
+    Kind("momentum forgotten", 1, "momentum", plain, "reset"),
+    Kind("optimizer of a copy", 1, "nobody", of_a_copy),
 )
 
 
 def audited(rank: int, size: int, number: int, seed: int, folder: str) -> tuple[list[str], str, dict[str, Any]]:
-    """Codes, text and table of a kind on this rank."""
-    kind = KINDS[number]
+    """Codes, text and table of a kind on this rank, in its last audited part."""
     gc.collect()
     torch.manual_seed(seed)
-    run = Run(seed, rank, size, folder, kind.bug)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    report = list(_reports(run, kind))[-1]
-    rows = [dict(row) for row in report.table]
-    return report.codes, str(report), {"table": rows, "seconds": report.seconds, "undecided": report.undecided}
+    report = list(reports(Run(seed, rank, size, folder, KINDS[number].bug), KINDS[number]))[-1]
+    return report.codes, str(report), {"table": report.table, "seconds": report.seconds, "undecided": report.undecided}
 
 
-def _reports(run: Run, kind: Kind) -> Iterator[Report]:
-    parts: Any = iter([None])
-    started = False
-    while True:
+def reports(run: Run, kind: Kind) -> Iterator[Report]:
+    """Reports of the parts of a trainer, which end where it yields."""
+    parts: Any = None
+    going = True
+    while going:
         with Audit(limit=30.0) as audit:
-            if not started:
-                result = kind.train(run)
-                parts, started = result if hasattr(result, "__next__") else iter(()), True
+            parts = parts or kind.train(run) or iter(())
             going = next(parts, "end") != "end"
         assert audit.report is not None
         yield audit.report
-        if not going:
-            return

@@ -94,9 +94,9 @@ def role_of(name: str) -> str:
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
              allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
-    parts = {
-        name: {i: part[name] for i, part in enumerate(everyone) if name in part} for part in everyone for name in part
-    }
+    parts = defaultdict[str, dict[int, Seen]](dict)
+    for rank, name, s in ((i, name, s) for i, part in enumerate(everyone) for name, s in part.items()):
+        parts[name][rank] = s
     used = [n for n, own in parts.items() if any(s.optimizer or s.undecided or any(s.gradients) for s in own.values())]
     seen = {name: next(iter(parts[name].values())) for name in used}
     for name in seen:
@@ -187,35 +187,24 @@ def _check_kinds(seen: Mapping[str, Seen], judged: Mapping[str, tuple[Seen, Verd
     whole = {s.optimizer for s, v in judged.values() if v.kind == "muon" and v.blocks == WHOLE}
     for name, (s, v) in judged.items():
         wanted = is_hidden(s) and (none or bool(s.group.get("use_muon", is_muon(s))))
-        exact, decay, lr = (
-            v.kind == "muon" and v.error < 2 * FITS,
-            s.stated("weight_decay") or 0.0,
-            s.stated("lr") or 1.0,
-        )
+        lr, decay = s.stated("lr") or 1.0, s.stated("weight_decay") or 0.0
         room = 0.1 * lr * decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
-        off = exact and s.optimizer and not v.wrong and min(abs(v.decay - lr * decay), abs(v.decay - decay)) > room
-        # Cautious decay, averages of weights and changes after the step have other factors.
-        counts = decay and min(abs(v.decay), abs(v.decay - 2 * lr * decay)) <= room
-        checks = [
-            ("", v.undecided, v.undecided),
-            (
-                "sgd",
-                "the step is a sum of gradients: Newton-Schulz never ran",
-                wanted and v.kind == "sgd" and s.optimizer != "SGD" and not v.undecided,
-            ),
-            ("inactive", "Adam trains it in place of Muon", wanted and v.kind == "adam"),
-            *((code if code != "per-shard" or s.optimizer not in whole else "", text, True) for code, text in v.wrong),
-            ("embedding", "an embedding or output head is orthogonalized", exact and is_embedding(s)),
-            (
-                "",
-                f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})",
-                v.kind == "muon" and not exact,
-            ),
-            ("decay" if counts else "", f"the group says weight_decay {decay:g}, and it is {v.decay / lr:.2g}", off),
-        ]
-        for code, text, holds in checks:
-            if holds:
-                found[code, text].append(name)
+        for code, text in v.wrong:
+            found[code if code != "per-shard" or s.optimizer not in whole else "", text].append(name)
+        if v.undecided:
+            found["", v.undecided].append(name)
+        elif v.kind == "adam" and wanted:
+            found["inactive", "Adam trains it in place of Muon"].append(name)
+        elif v.kind == "sgd" and wanted and s.optimizer != "SGD":
+            found["sgd", "the step is a sum of gradients: Newton-Schulz never ran"].append(name)
+        elif v.kind == "muon" and v.error > 2 * FITS:
+            found["", f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})"].append(name)
+        elif v.kind == "muon" and is_embedding(s):
+            found["embedding", "an embedding or output head is orthogonalized"].append(name)
+        elif v.kind == "muon" and not v.wrong and min(abs(v.decay - lr * decay), abs(v.decay - decay)) > room:
+            # Cautious decay, averages of weights and changes after the step have other factors.
+            code = "decay" if decay and min(abs(v.decay), abs(v.decay - 2 * lr * decay)) < room else ""
+            found[code, f"the group says weight_decay {decay:g}, and it is {v.decay / lr:.2g}"].append(name)
 
 
 def _check_sizes(judged: Mapping[str, tuple[Seen, Verdict]], found: Found) -> dict[str, str]:

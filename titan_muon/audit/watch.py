@@ -70,15 +70,14 @@ class Audit:
             self.finish()
 
     def _survey(self, modules: Iterable[nn.Module], before: Iterable[Tensor] = ()) -> None:
-        """Watch the parameters of modules, first those of `before`, so that an older model takes no name of theirs."""
-        modules, rows, early = list(modules), [], set(before)
+        """Watch the parameters of modules, first of models with those of `before`, so that a copy takes no name."""
+        modules, early = list(modules), set(before)
         inner = {child for module in modules for child in module.children()}
-        for root in (module for module in modules if module not in inner):
+        roots = [module for module in modules if module not in inner]
+        for root in sorted(roots, key=lambda root: early.isdisjoint(root.parameters())):
             for name, p in root.named_parameters():
                 owner = type(root.get_submodule(name.rpartition(".")[0])).__name__
-                rows.append((p, WRAPPERS.sub("", f".{name}").strip("."), owner))
-        for row in sorted(rows, key=lambda row: row[0] not in early):
-            self._watch(*row)
+                self._watch(p, WRAPPERS.sub("", f".{name}").strip("."), owner)
 
     def _watch(self, p: Tensor, name: str, module: str = "") -> None:
         if p in self._seen or p.is_meta or not p.requires_grad:
@@ -111,12 +110,14 @@ class Audit:
             seen.tensors[key] = piece + kept.get(key, 0)
             seen.passes += 1
 
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Watch the parameters of an optimizer and of all modules when it is made, and at its first step again."""
+    def _adopt(self, optimizer: Optimizer, first: bool = False) -> None:
+        """Watch the parameters of an optimizer, and of all models, when it is made and at the first step of all."""
         if self._stepped.setdefault(optimizer, False):
             return
-        gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
-        self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), [p for p, _ in _rows(optimizer)])
+        params = [p for p, _ in _rows(optimizer)]
+        if first or any(p not in self._seen for p in params):
+            gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
+            self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
             for name, p in zip(names, group["params"], strict=True):
@@ -127,7 +128,7 @@ class Audit:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record a step before it starts, or after its closure, which has the backward pass."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._adopt(optimizer)
+        self._adopt(optimizer, first=not self._rounds)
         if closure is None:
             return self._step(optimizer)
 
