@@ -2,18 +2,22 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.audit.trainers import KINDS, STEPS, Net, Run, TinyMuon, audited, batch, groups, plain, sharded
 from tests.dist.harness import World, run_program, run_ranks
 from titan_muon import Hybrid
-from titan_muon.audit import Audit, watch
+from titan_muon.audit import Audit, Report, watch
 from titan_muon.audit.report import REMEDIES
 
 QUICK = ("own Muon", "accumulation", "flat buffers", "no Newton-Schulz", "Newton-Schulz in each pass",
@@ -106,9 +110,10 @@ def test_the_command_keeps_the_script_and_its_exit_code(
 
 
 def test_hooks_are_gone_after_the_audited_steps() -> None:
-    before = torch.optim.Optimizer.__init__, torch.save, torch.load
+    before, steps = (torch.optim.Optimizer.__init__, torch.save, torch.load), list[object]()
     model = Net(0)
-    with watch(model) as audit:
+    with watch(model) as audit, ExitStack() as hooks:
+        hooks.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: steps.append(optimizer)).remove)
         optimizer = TinyMuon(groups(model))
         for step in range(STEPS):
             model(batch(0, step)).backward()
@@ -116,81 +121,84 @@ def test_hooks_are_gone_after_the_audited_steps() -> None:
             optimizer.zero_grad()
             assert (audit.report is None) == (step < 4)
             assert bool(model.layers[0].q.weight._backward_hooks) == (step < 4)
+    assert len(steps) == STEPS
     assert (torch.optim.Optimizer.__init__, torch.save, torch.load) == before
 
 
 def uneven(rank: int, size: int) -> str:
-    """Rank 1 never steps the audited optimizer, as where a rank has no parameter of it."""
-    audit = Audit(limit=1.0)
+    """Rank 1 never steps, and ends when rank 0 has gone on."""
     run = Run(0, rank, 1, "")
-    model = run.net()
-    optimizer = TinyMuon(groups(model))
+    with Audit(limit=1.0) as audit:
+        if rank == 0:
+            plain(run)
+        else:
+            dist.barrier()
     if rank == 0:
-        with audit:
-            run.train(model, optimizer)
+        dist.barrier()
     return str(audit.report)
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_limit() -> None:
-    assert "rank 1: did not come to the comparison within 1 s" in run_ranks(uneven, 2, timeout=60)[0]
+def test_a_late_rank_is_named_within_the_limit_and_no_rank_waits_for_others_that_went_on() -> None:
+    for text in run_ranks(uneven, 2, timeout=60):
+        assert "undecided: rank 1: did not come to the comparison within 1 s" in text
 
 
-def test_matrices_over_the_memory_limit_are_named() -> None:
+def over_the_limit() -> Report:
     with Audit(memory=50_000) as audit:
         with torch.device("meta"):
             kept = nn.Linear(24, 24)  # A model without storage, as scripts keep one to count parameters.
         plain(Run(0, 0, 1, ""))
     assert kept.weight.is_meta
-    assert ("larger than the memory limit of the audit") in str(audit.report)
+    return audit.report
 
 
-def test_undecided_updates_are_named() -> None:
-    """The sign of the momentum is neither Muon nor Adam nor SGD."""
-
-    class Signs(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self, closure: object = None) -> None:
-            for p in self.param_groups[0]["params"]:
-                p.sub_(p.grad.sign(), alpha=0.01)
-
+def with_a_linear(step: Callable[..., None]) -> Report:
+    """The report on a trainer of one matrix, whose step gets the weight and the optimizer."""
     torch.manual_seed(0)
     model = nn.Linear(24, 24, bias=False)
     with watch(model) as audit:
-        optimizer = Signs(model.parameters(), {"lr": 0.01})
+        made = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(STEPS):
             model(torch.randn(64, 24)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert audit.report is not None
-    assert audit.report.codes == []
-    assert [names for names, _ in audit.report.undecided] == ["weight"]
+            step(model.weight, made)
+            model.zero_grad()
+    return audit.report
 
 
-def test_parameters_without_elements_between_their_uses_are_named() -> None:
+def signs(weight: torch.Tensor, optimizer: Any) -> None:
+    """The sign of the gradient is neither Muon nor Adam nor SGD."""
+    optimizer.step()
+    weight.data.add_(weight.grad, alpha=0.01).sub_(weight.grad.sign(), alpha=0.01)
+
+
+def emptied(weight: torch.Tensor, optimizer: Any) -> None:
     """DeepSpeed's ZeRO-3 empties parameters before and after the step."""
-    torch.manual_seed(0)
-    model = nn.Linear(24, 24, bias=False)
-    whole, empty = model.weight.detach().clone(), torch.empty(0)
-    with watch(model) as audit:
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for _ in range(STEPS):
-            model.weight.data = whole
-            model(torch.randn(64, 24)).square().mean().backward()
-            gradient, model.weight.grad = model.weight.grad, None
-            whole = whole - 0.01 * gradient
-            model.weight.data = empty
-            optimizer.step()
-    assert audit.report is not None
-    assert audit.report.codes == []
-    assert [(names, "ZeRO-3" in why) for names, why in audit.report.undecided] == [("weight", True)]
+    whole, gradient, weight.grad, weight.data = weight.data, weight.grad, None, torch.empty(0)
+    optimizer.step()
+    weight.data = whole - 0.01 * gradient
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (over_the_limit, "layers.*.up.weight (2), layers.*.down.weight (2): larger than the memory limit of the audit"),
+        (partial(with_a_linear, signs), "weight: a variant of Muon"),
+        (partial(with_a_linear, emptied), "weight: its shape changed, as under ZeRO-3"),
+        (partial(with_a_linear, lambda weight, _: weight.data.mul_(0.9)), "weight: its optimizer made no step"),
+        (
+            partial(with_a_linear, lambda weight, step: step.step() or weight.data.fill_(float("nan"))),
+            "weight: weights or gradients are not finite",
+        ),
+    ],
+)
+def test_what_the_audit_cannot_decide_is_named(run: Callable[[], Report], text: str) -> None:
+    report = run()
+    assert report.codes == []
+    assert f"undecided: {text}" in str(report)
 
 
 def test_the_audit_needs_torch_alone() -> None:
-    code = (
-        "import sys, titan_muon.audit; print(sorted(m for m in sys.modules if m.startswith(('einops', 'titan_muon'))))"
-    )
+    code = "import sys, titan_muon.audit; print(*(m for m in sys.modules if m.startswith(('einops', 'titan_muon'))))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert eval(output) == [
-        "titan_muon", "titan_muon.audit", "titan_muon.audit.checkpoints", "titan_muon.audit.judge",
-        "titan_muon.audit.ranks", "titan_muon.audit.report", "titan_muon.audit.watch",
-    ]  # fmt: skip
+    parts = {f"titan_muon.audit.{part}" for part in ("judge", "ranks", "report", "watch")}
+    assert set(output.split()) == {"titan_muon", "titan_muon.audit", *parts}

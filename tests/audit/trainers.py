@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,13 @@ class TinyMuon(Optimizer):
         if self.bug == "shard-scale":
             sizes["shard-scale"] = 0.2 * max(rows // dist.get_world_size(), cols) ** 0.5
         factors = {"coupled-decay": 0, "decay": 0, "decay-twice": 2, "cautious": update * p > 0}
-        p.mul_(1 - lr * decay * factors.get(self.bug, 1))
-        p.add_(update, alpha=-lr * sizes.get(self.bug, max(1, rows / cols) ** 0.5))
+        new = p.float() * (1 - lr * decay * factors.get(self.bug, 1))
+        new = new - lr * sizes.get(self.bug, max(1, rows / cols) ** 0.5) * update
+        if self.bug == "rounded":  # Stochastic rounding to bfloat16.
+            new = (new.view(torch.int32) + torch.randint(0, 1 << 16, new.shape, dtype=torch.int32) & -65536).view(
+                new.dtype
+            )
+        p.copy_(new)
 
     def adam(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state, (b1, b2) = self.state[p], group["betas"]
@@ -162,33 +167,6 @@ class GatherMuon(TinyMuon):
         update = newton_schulz(x) if self.turn == dist.get_rank() else torch.empty_like(x)
         dist.broadcast(update, self.turn)
         return update
-
-
-class PartsMuon(TinyMuon):
-    """Gathers the parts of matrices that tensor parallelism cut: tall ones by rows, wide ones by columns."""
-
-    def orthogonalized(self, x: Tensor) -> Tensor:
-        size, rank = dist.get_world_size(), dist.get_rank()
-        parts = [torch.empty_like(x) for _ in range(size)]
-        dist.all_gather(parts, x.contiguous())
-        dim = self.dims[tuple(x.shape)]
-        return newton_schulz(torch.cat(parts, dim)).chunk(size, dim)[rank]
-
-
-class RoundedMuon(TinyMuon):
-    """Steps in float32, and rounds to bfloat16 stochastically."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        kept = [(p, p.data, p.grad) for group in self.param_groups for p in group["params"]]
-        for p, _, grad in kept:
-            p.grad, p.data = None, p.data.float()
-            p.grad = grad.float()
-        super().step()
-        for p, data, grad in kept:
-            bits = p.data.view(torch.int32) + torch.randint(0, 1 << 16, p.shape, dtype=torch.int32)
-            p.grad, p.data = None, data.copy_((bits & -65536).view(torch.float32))
-            p.grad = grad
 
 
 class OfOptimizers(Optimizer):
@@ -260,6 +238,9 @@ def plain(run: Run, wrap: Callable[[Net], nn.Module] = lambda net: net, make: An
     net = run.net()
     model = wrap(net)
     run.train(model, make(groups(net, embedding=run.bug == "embedding"), run.bug), **options)
+
+
+ddp = partial(plain, wrap=DistributedDataParallel)
 
 
 def torch_muon(run: Run, join: Callable[..., Any] = lambda *parts: parts) -> None:
@@ -374,9 +355,9 @@ def clip_values(model: nn.Module, step: int) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 
-def reduce_all_but(model: nn.Module, step: int, skipped: str = "") -> None:
+def reduce_all_but(model: nn.Module, step: int, skipped: tuple[str, ...] = ()) -> None:
     for name, p in model.named_parameters():
-        if name != skipped:
+        if not name.endswith(skipped):
             dist.all_reduce(p.grad)
 
 
@@ -415,40 +396,6 @@ def experts(run: Run) -> None:
     model.layers.append(Stack(SHAPES[run.seed % 3][0]))
     model = sharded(run, model=model)
     run.train(model, Hybrid(model, lr=0.01, weight_decay=0.1))
-
-
-class Reduced(torch.autograd.Function):
-    """Sums over ranks, forward or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: bool) -> Tensor:
-        ctx.backward_too, y = backward, x.clone()
-        _ = backward or dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        g = g.clone()
-        _ = ctx.backward_too and dist.all_reduce(g)
-        return g, None
-
-
-def tensor_parallel(run: Run) -> None:
-    """Each rank has plain tensors, which are parts of matrices."""
-    model, dims = run.net(), dict[tuple[int, ...], int]()
-    parts = list[Tensor]()
-    for layer in model.layers:
-        for linear, dim in ((layer.up, 0), (layer.down, 1)):
-            part = linear.weight.detach().chunk(run.size, dim)[run.rank].clone()
-            linear.weight, dims[tuple(part.shape)] = nn.Parameter(part), dim
-            parts.append(linear.weight)
-        layer.up.register_forward_pre_hook(lambda _, args: (Reduced.apply(args[0], True),))
-        layer.down.register_forward_hook(lambda _, __, y: Reduced.apply(y, False))
-    muon, rest = groups(model)
-    optimizer = PartsMuon([{"params": parts, "use_muon": True}])
-    optimizer.dims = dims
-    whole = [p for p in muon["params"] if not any(p is q for q in parts)]
-    replace(run, rank=0).train(model, optimizer, TinyMuon([{"params": whole, "use_muon": True}, rest]))
 
 
 class Flat:
@@ -574,10 +521,18 @@ def of_a_copy(run: Run) -> None:
     run.train(copy.deepcopy(model), optimizer)
 
 
-def unequal(run: Run) -> None:
+def unequal(run: Run, before: Any = None) -> None:
     """Each rank draws weights of its own."""
     model = Net(run.seed + 3 * run.rank)
-    run.train(model, TinyMuon(groups(model)), before=reduce_all_but)
+    run.train(model, TinyMuon(groups(model)), before=before)
+
+
+def parts(run: Run) -> None:
+    """Some matrices are other ones on each rank, as in tensor parallelism of plain tensors."""
+    model = run.net()
+    for layer in model.layers:
+        layer.up.weight.data.mul_(1 + run.rank)
+    run.train(model, TinyMuon(groups(model)), before=partial(reduce_all_but, skipped=("up.weight",)))
 
 
 def one_rank(run: Run) -> None:
@@ -655,7 +610,7 @@ KINDS = (
     Kind("bfloat16 weights", 1, "", partial(plain, wrap=Net.bfloat16)),
     Kind("schedules", 1, "", schedules),
     Kind("compiled", 1, "", partial(plain, wrap=partial(torch.compile, backend="aot_eager"))),
-    Kind("DDP", 2, "", partial(plain, wrap=DistributedDataParallel, passes=2)),
+    Kind("DDP", 2, "", partial(ddp, passes=2)),
     Kind("gradients reduced in the step", 2, "", partial(plain, make=GatherMuon)),
     Kind("FSDP2, Hybrid", 2, "", hybrid),
     Kind("FSDP2, Hybrid, 4 ranks", 4, "", hybrid),
@@ -683,9 +638,9 @@ KINDS = (
     Kind("weights not loaded", 1, "resume", resume, "model"),
     Kind("other momentum loaded", 1, "resume", resume, "momentum"),
     Kind("momentum in each pass", 1, "micro-momentum", micro_momentum),
-    Kind("shards orthogonalized, 2 ranks", 2, "per-shard", partial(plain, wrap=DistributedDataParallel), "shard"),
-    Kind("shards orthogonalized, 4 ranks", 4, "per-shard", partial(plain, wrap=DistributedDataParallel), "shard"),
-    Kind("size of a shard", 2, "scale", partial(plain, wrap=DistributedDataParallel), "shard-scale"),
+    Kind("shards orthogonalized, 2 ranks", 2, "per-shard", ddp, "shard"),
+    Kind("shards orthogonalized, 4 ranks", 4, "per-shard", ddp, "shard"),
+    Kind("size of a shard", 2, "scale", ddp, "shard-scale"),
     Kind("rows and columns exchanged", 1, "scale", plain, "fan"),
     Kind("no nesterov", 1, "nesterov", plain, "nesterov"),
     Kind("other momentum", 1, "momentum", plain, "momentum"),
@@ -695,7 +650,7 @@ KINDS = (
     Kind("embedding orthogonalized", 1, "embedding", plain, "embedding"),
     Kind("matrices not updated", 1, "still", plain, "still"),
     Kind("parameter without optimizer", 1, "nobody", nobody),
-    Kind("replicas drift", 2, "replicas", partial(plain, before=partial(reduce_all_but, skipped="layers.1.up.weight"))),
+    Kind("replicas drift", 2, "replicas", partial(plain, before=partial(reduce_all_but, skipped=("1.up.weight",)))),
     Kind("flat buffers, no Newton-Schulz", 1, "sgd", flat_buffers, "sgd"),
     Kind("backward in a closure", 1, "", closure),
     Kind("no Newton-Schulz, closure", 1, "sgd", closure, "sgd"),
@@ -705,16 +660,17 @@ KINDS = (
     Kind("averaged weights", 1, "", averaged),
     Kind("rows of unit length", 1, "", partial(plain, after=unit_rows)),
     Kind("cautious decay", 1, "", plain, "cautious"),
-    Kind("stochastic rounding", 1, "", partial(plain, wrap=Net.bfloat16, make=RoundedMuon)),
+    Kind("stochastic rounding", 1, "", partial(plain, wrap=Net.bfloat16), "rounded"),
     Kind("an optimizer for each parameter", 1, "", one_for_each),
     Kind("optimizers by turns", 1, "", by_turns),
     Kind("frozen layers and a rate of 0", 1, "", still_parts),
     Kind("tied embedding and head", 1, "", partial(plain, wrap=tied)),
-    Kind("two matrices in one", 2, "", partial(plain, wrap=DistributedDataParallel), "fused"),
-    Kind("tensor parallelism by hand", 2, "", tensor_parallel),
+    Kind("two matrices in one", 2, "", ddp, "fused"),
+    Kind("a model on each rank", 2, "", unequal),
+    Kind("parts of matrices on each rank", 2, "", parts),
     Kind("Newton-Schulz in a hook", 1, "", in_hook),
     Kind("a new head after a load", 1, "", resume, "head"),
-    Kind("unequal replicas", 2, "replicas", unequal),
+    Kind("unequal replicas", 2, "replicas", partial(unequal, before=reduce_all_but)),
     Kind("Muon on one rank", 2, "replicas", one_rank),
     Kind("decay twice", 1, "decay", plain, "decay-twice"),
     Kind("momentum forgotten", 1, "momentum", plain, "reset"),

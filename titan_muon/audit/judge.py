@@ -43,6 +43,7 @@ class Seen:
     begun: int = 0
     shards: tuple[Split, ...] = ()
     undecided: str = ""
+    resumed: bool = False
     digests: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Evidence:
     """Whole float32 tensors on the CPU.
 
     `gradients` have the numbers of their steps, and before them the momentum at the first step has -1; `start` has
-    Adam's states at the first step.
+    Adam's states at the first step. `partial`: of a resumed run whose momentum at the first step is not known.
     """
 
     seen: Seen
@@ -75,6 +76,7 @@ class Evidence:
     moved: Tensor
     gradients: Sequence[tuple[int, Tensor]]
     start: Mapping[str, Tensor]
+    partial: bool
 
     @property
     def columns(self) -> list[Tensor]:
@@ -172,7 +174,7 @@ def _claims(e: Evidence) -> Iterator[Verdict]:
         other = stated not in (None, momentum) and f"momentum is {value}, and the group says {stated:g}"
         turned = said not in (None, nesterov) and not text and f"nesterov is {nesterov}, and the group says {said}"
         wrong = [(code, why) for code, why in ((kind, text), ("momentum", other), ("nesterov", turned)) if why]
-        if len(wrong) < 2:
+        if len(wrong) < 2 - e.partial:
             weights = _weights(e, value, nesterov, kind)
             own = decay * sum(weights) / max(1, e.passes) if kind == "coupled-decay" else 0.0
             yield Verdict("muon", 0.0, momentum, nesterov, wrong=tuple(wrong), weights=(*weights, own))
@@ -251,14 +253,15 @@ def _spectral(update: Tensor, direction: Tensor, split: Split) -> tuple[float, f
 
 
 def regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:
-    """Coefficients and relative residual of y on the columns."""
-    dtype = torch.float64 if y.numel() < 2**22 else torch.float32
-    x, flat = torch.stack([column.flatten() for column in columns]).to(dtype), y.flatten().to(dtype)
-    size = x.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    x /= size
-    gram = (x @ x.T).double() + 1e-12 * torch.eye(len(x), dtype=torch.float64, device="cpu")
-    solution = torch.linalg.solve(gram, (x @ flat).double()).to(dtype)
-    return (solution / size[:, 0]).tolist(), float((flat - solution @ x).norm() / flat.norm().clamp(min=1e-30))
+    """Coefficients and relative residual of y on the columns, from at most 2^20 of their elements."""
+    every = -(-y.numel() // 2**20)
+    x, goal = (torch.stack([c.flatten()[::every] for c in z], 1).double() for z in (columns, [y]))
+    sizes = x.norm(dim=0).clamp(min=1e-30)
+    x /= sizes
+    gram = x.T @ x + 1e-12 * torch.eye(len(sizes), dtype=x.dtype, device="cpu")
+    solution = torch.linalg.solve(gram, x.T @ goal)
+    error = (goal - x @ solution).norm() / goal.norm().clamp(min=1e-30)
+    return (solution[:, 0] / sizes).tolist(), float(error)
 
 
 def _closest(e: Evidence, updates: Iterable[tuple[Verdict, Tensor]]) -> Verdict:
@@ -272,16 +275,15 @@ def _closest(e: Evidence, updates: Iterable[tuple[Verdict, Tensor]]) -> Verdict:
 
 
 def _adam(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
-    """Updates of AdamW, with the stated betas or usual ones."""
-    stated, steps = e.seen.group.get("betas"), len(e.seen.groups)
-    for b1, b2 in [stated] if stated else [(0.9, 0.999), (0.9, 0.95), (0.95, 0.95), (0.8, 0.95)]:
-        mean, square = (e.start.get(name, torch.zeros_like(e.before)) for name in ("exp_avg", "exp_avg_sq"))
-        for i in range(steps):
-            gradient = sum((g for step, g in e.gradients if step == i), torch.zeros_like(e.before))
-            mean, square = b1 * mean + (1 - b1) * gradient, b2 * square + (1 - b2) * gradient**2
-        age = steps + float(e.start["step"].max() if "step" in e.start else 0)
-        root = (square / (1 - b2**age)).sqrt() + float(e.seen.group.get("eps", 1e-8))
-        yield Verdict("adam", momentum=b1), mean / (1 - b1**age) / root
+    """The update of AdamW, with the stated betas or torch's."""
+    (b1, b2), steps = e.seen.group.get("betas", (0.9, 0.999)), len(e.seen.groups)
+    mean, square = (e.start.get(name, torch.zeros_like(e.before)) for name in ("exp_avg", "exp_avg_sq"))
+    for i in range(steps):
+        gradient = sum((g for step, g in e.gradients if step == i), torch.zeros_like(e.before))
+        mean, square = b1 * mean + (1 - b1) * gradient, b2 * square + (1 - b2) * gradient**2
+    age = steps + float(e.start["step"].max() if "step" in e.start else 0)
+    root = (square / (1 - b2**age)).sqrt() + float(e.seen.group.get("eps", 1e-8))
+    yield Verdict("adam", momentum=b1), mean / (1 - b1**age) / root
 
 
 def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
@@ -293,5 +295,6 @@ def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
         for count in range(len(e.gradients) - e.passes + 1, len(e.gradients) + 1):
             then = replace(e, gradients=e.gradients[:count])
             weights = _weights(then, m, nesterov, "micro-momentum")
-            total += _newton_schulz(sum(w * x for w, x in zip(weights, then.columns, strict=False)))
+            parts = [weight * x for weight, x in zip(weights, then.columns, strict=False)]
+            total += _newton_schulz(torch.stack(parts).sum(0))
         yield Verdict("muon", momentum=m, nesterov=nesterov, wrong=(("per-micro-batch", text),)), total

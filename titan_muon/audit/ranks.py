@@ -33,7 +33,7 @@ def held(tensor: Tensor) -> list[Tensor] | None:
 
 
 class Digest(NamedTuple):
-    """The place of a piece, a random linear form of its elements, their sum of squares and number.
+    """The place of a piece, a random linear form of its elements, their sum of squares, and their number.
 
     Linear forms of disjoint pieces add up to the whole tensor's.
     """
@@ -41,7 +41,7 @@ class Digest(NamedTuple):
     place: str
     form: float
     squares: float
-    count: int
+    elements: int
 
 
 def digest(tensor: Tensor) -> Digest | None:
@@ -91,7 +91,7 @@ class Meeting:
             self._store = dist.PrefixStore(f"titan_muon.audit/{number}", store)
 
     def come(self, place: str) -> list[int]:
-        """Wait for all ranks at a place. Returns those that do not come; without them each rank is on its own."""
+        """Wait for all ranks at a place. Returns those that come late; each rank is on its own then."""
         if self.size == 1:
             return []
         end, here = f"{place}/end", [f"{place}/{rank}" for rank in range(self.size)]
@@ -106,8 +106,8 @@ class Meeting:
         if self._store.get(end) == b"together":
             return []
         missing = [rank for rank, key in enumerate(here) if not self._store.check([key])]
-        self.rank, self.size = 0, 1
-        return missing
+        late, self.rank, self.size = self.rank, 0, 1
+        return missing or [late]
 
     def gather(self, value: Any, to: int | None = None) -> list[Any]:
         """The values of all ranks, or nothing on other ranks than `to`. All ranks must have come."""

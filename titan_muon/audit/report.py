@@ -42,6 +42,7 @@ RULES: Mapping[str, Callable[[float, float], float]] = {
     "0.2 sqrt(max(m, n))": lambda m, n: 0.2 * max(m, n) ** 0.5,
     "sqrt(m/n)": lambda m, n: (m / n) ** 0.5,
 }
+APART = "other values on each rank from the start: pieces of one matrix, or replicas with other gradients"
 Table = dict[str, dict[str, Digest]]
 """Digests by name of a parameter and key of a state, or "weight"."""
 Found = dict[tuple[str, str], list[str]]
@@ -99,8 +100,11 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
         parts[name][rank] = s
     used = [n for n, own in parts.items() if any(s.optimizer or s.undecided or any(s.gradients) for s in own.values())]
     seen = {name: next(iter(parts[name].values())) for name in used}
-    for name in seen:
-        _compare_ranks(name, parts[name], found)
+    equal = [name for name in seen if _compare_ranks(name, parts[name], found)]
+    for code, text in list(found):
+        # Each rank trains a model of its own.
+        if code == "replicas" and ("", APART) in found and not equal:
+            found["", text] += found.pop((code, text))
     drifted = [name for (code, _), names in found.items() if code == "replicas" for name in names]
     judged = {name: (s, verdicts[name]) for name, s in seen.items() if name in verdicts and name not in drifted}
     _check_kinds(seen, judged, found)
@@ -141,8 +145,8 @@ def _row(s: Seen, v: Verdict, count: int, rule: str) -> dict[str, str]:
     }
 
 
-def _compare_ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
-    """Find pieces of one place that are not equal on all ranks, and parameters that do not move on any."""
+def _compare_ranks(name: str, parts: Mapping[int, Seen], found: Found) -> bool:
+    """Find a parameter that does not move, or has other values on ranks with one place. False if the ranks differ."""
     s = next(iter(parts.values()))
     if s.undecided:
         found["", s.undecided].append(name)
@@ -152,19 +156,18 @@ def _compare_ranks(name: str, parts: Mapping[int, Seen], found: Found) -> None:
         code = "" if excused else "still" if s.optimizer else "nobody"
         found[code, "has a gradient and does not move"].append(name)
     for place in dict.fromkeys(part.place for part in parts.values()):
-        held = {rank: part for rank, part in parts.items() if part.place == place}
-        digests = [part.digests for part in held.values() if part.digests]
+        held = {rank: part for rank, part in parts.items() if part.place == place and part.digests}
+        digests = [part.digests for part in held.values()]
         steps = [*zip(*digests, strict=False), tuple(own[-1] for own in digests)]
         gradients = list(zip(*(part.gradients for part in held.values()), strict=False))
         step, values = next(((i, v) for i, v in enumerate(steps, start=1) if len(set(v)) > 1), (0, ()))
         reduced = any(map(any, gradients)) and all(len(set(g)) == 1 for g in gradients)
-        if step == 1 and not reduced:
-            text = "other values on each rank from the start: pieces of one matrix, or replicas with other gradients"
-            found["", text].append(name)
-        elif step:
-            odd = [str(r) for r, value in zip(held, values, strict=True) if value != max(values, key=values.count)]
-            found["replicas", f"rank {', '.join(odd)} has other values before step {step}"].append(name)
-            return
+        odd = [str(r) for r, value in zip(held, values, strict=False) if value != max(values, key=values.count)]
+        if step:
+            text = f"rank {', '.join(odd)} has other values before step {step}"
+            found[("", APART) if step == 1 and not reduced else ("replicas", text)].append(name)
+            return False
+    return moved
 
 
 def _check_kinds(seen: Mapping[str, Seen], judged: Mapping[str, tuple[Seen, Verdict]], found: Found) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from unittest.mock import patch
 
 import torch
@@ -46,6 +46,7 @@ class Audit:
         self._loaded = list[Path]()
         # Seconds, all backward passes, those before the last step, and steps with a backward pass.
         self._seconds, self._passes, self._begun, self._rounds = 0.0, 0, 0, 0
+        self._fired, self._first = False, cast(Optimizer | None, None)
         self._stepped: dict[Optimizer, bool] = {}
         self._seen: dict[Tensor, Seen] = {}
         self._known = set[Any]()
@@ -53,7 +54,8 @@ class Audit:
 
     def __enter__(self) -> Self:
         """Watch the parameters of the models, and the constructors, steps and checkpoints of the script."""
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
+        # Not removed by itself, because a step may have more hooks to call.
+        self._saves.callback(register_optimizer_step_pre_hook(self._before).remove)
         _follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
         _follow(self._hooks, dist, "destroy_process_group", lambda *_, **__: self.finish(), first=True)
         for module in (torch, dcp):
@@ -99,7 +101,7 @@ class Audit:
 
     def _keep(self, seen: Seen, x: Tensor) -> None:
         """Record the gradient of a backward pass; the last record has the sum of all later passes."""
-        self._passes += 1
+        self._passes, self._fired = self._passes + 1, True
         gradient = x.grad if x in self._seen else x
         if gradient is not None and not gradient.is_sparse:
             step, piece = len(seen.groups), local(gradient).float().clone()
@@ -127,6 +129,8 @@ class Audit:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record a step before it starts, or after its closure, which has the backward pass."""
+        if self.report is not None:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._adopt(optimizer, first=not self._rounds)
         if closure is None:
@@ -146,25 +150,28 @@ class Audit:
         Each parameter has one step after each backward pass, because an optimizer may be made of optimizers, DeepSpeed
         steps once for each group, and get_optimizer_state_dict with a rate of 0, to make states.
         """
-        begin = time.perf_counter()
-        rows = _rows(optimizer)
-        blind = not self._passes and any(group.get("lr", 1.0) for group in optimizer.param_groups)
-        if self._passes > self._begun or blind:
+        begin, others = time.perf_counter(), dict[Tensor, Any]()
+        self._first = self._first or optimizer
+        if not self._fired and optimizer is self._first and any(g.get("lr", 1.0) for g in optimizer.param_groups):
+            self._passes += 1  # Before hooks were there.
+        if self._passes > self._begun:
             self._begun, self._rounds = self._passes, self._rounds + 1
             begun = [len(seen.groups) for seen in self._seen.values() if seen.groups]
             if self._rounds > 2 * self.steps or (begun and min(begun) == self.steps):
                 self.finish()
             elif self._loaded:
                 self._table = self._table or self._digests()
-            rows += [(p, optimizer.param_groups[0]) for p, seen in self._seen.items() if not seen.optimizer]
+            taken = {p for o in self._stepped for p, _ in _rows(o)}
+            others = {p: optimizer.param_groups[0] for p in self._seen if p not in taken}
         self._stepped[optimizer] = True
-        for p, group in rows if self.report is None else ():
-            if (seen := self._seen.get(p)) is not None:
-                new = self._passes > seen.begun or blind
+        for p, group in [*_rows(optimizer), *others.items()]:
+            if (seen := self._seen.get(p)) is not None and self.report is None:
+                new = self._passes > seen.begun
                 if new and self._weigh(p, seen) and len(seen.groups) < self.steps:
                     self._begin(p, seen)
-                if seen.groups and self._passes == seen.begun:
+                if self._passes == seen.begun:
                     self._describe(p, seen, optimizer, group)
+                    seen.optimizer = "" if p in others else type(optimizer).__name__
         self._seconds += time.perf_counter() - begin
 
     def _weigh(self, p: Tensor, seen: Seen) -> bool:
@@ -188,6 +195,7 @@ class Audit:
         seen.gradients.append(found.form if found else math.nan if seen.passes else 0.0)
         if seen.sampled and gradient is not None:
             seen.tensors["gradient", len(seen.groups)] = gradient.float().clone()
+        seen.resumed |= not seen.groups and any(any(o.state.values()) for o in self._stepped)
         sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
         seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
         seen.passes, seen.begun = 0, self._passes
@@ -197,7 +205,6 @@ class Audit:
         """Record the hyperparameters of a step, and the states before the first one."""
         values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
         seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
-        seen.optimizer = seen.optimizer and type(optimizer).__name__
         states = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
         for key, state in states.items():
             if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
@@ -226,7 +233,7 @@ class Audit:
         if self.report is not None:
             return
         for p, seen in self._seen.items():
-            if not seen.groups and seen.optimizer and seen.passes:
+            if seen.optimizer and seen.passes and not (seen.groups or seen.undecided):
                 seen.undecided = "its optimizer made no step"
             self._weigh(p, seen)
         meeting = self.meeting = Meeting(self.limit)
@@ -297,8 +304,8 @@ def _evidence(seen: Seen, pieces: Sequence[tuple[Sequence[Tensor], Seen]]) -> Ev
         index = int(last[0].flatten(1).norm(dim=1).argmax()) if last else 0
         tensors = {key: x[index] for key, x in tensors.items()}
     start = {k[1]: x for k, x in (seen.tensors | tensors).items() if k[0] == "start"}
-    momenta = [x for k, x in start.items() if "sq" not in k and x.shape == tensors["before"].shape and x.any()]
-    gradients = [(-1, x) for x in momenta[:1]]
+    momenta = [x for k, x in start.items() if "sq" not in k and x.shape == tensors["before"].shape]
+    gradients = [(-1, x) for x in momenta[:1] if x.any()]
     for step in range(len(seen.groups)):
         passes = [x for key, x in tensors.items() if key[:2] == ("pass", step)]
         total = [x for key, x in tensors.items() if key == ("gradient", step)]
@@ -307,4 +314,6 @@ def _evidence(seen: Seen, pieces: Sequence[tuple[Sequence[Tensor], Seen]]) -> Ev
             (scale,), misfit = regress(total[0], [torch.stack(passes).sum(0)])
             passes = [x * scale for x in passes] if misfit < 0.15 else total
         gradients += [(step, x) for x in passes or total]
-    return Evidence(seen, tensors["before"], tensors["before"] - tensors["after"], gradients, start)
+    return Evidence(
+        seen, tensors["before"], tensors["before"] - tensors["after"], gradients, start, seen.resumed and not momenta
+    )
