@@ -98,7 +98,11 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
     parts = defaultdict[str, dict[int, Seen]](dict)
     for rank, name, s in ((i, name, s) for i, part in enumerate(everyone) for name, s in part.items()):
         parts[name][rank] = s
-    used = [n for n, own in parts.items() if any(s.optimizer or s.undecided or any(s.gradients) for s in own.values())]
+    used = [
+        name
+        for name, own in parts.items()
+        if any(s.optimizer or s.undecided or any(s.gradients) or len(set(s.digests)) > 1 for s in own.values())
+    ]
     seen = {name: next(iter(parts[name].values())) for name in used}
     equal = [name for name in seen if _compare_ranks(name, parts[name], found)]
     for code, text in list(found):

@@ -169,7 +169,7 @@ class Audit:
                 new = self._passes > seen.begun
                 if new and self._weigh(p, seen) and len(seen.groups) < self.steps:
                     self._begin(p, seen)
-                if self._passes == seen.begun:
+                if seen.groups and self._passes == seen.begun:
                     self._describe(p, seen, optimizer, group)
                     seen.optimizer = "" if p in others else type(optimizer).__name__
         self._seconds += time.perf_counter() - begin
