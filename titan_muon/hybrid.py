@@ -144,8 +144,8 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         router: optimizer of the routers of mixtures of experts.
         decay_vectors: decay norms, biases and other one-dimensional parameters too.
         expert: as in `Muon`. `on_bad_gradient` is for both optimizers.
-        muon, adamw: further keywords of `Muon` and of `titan_muon.adamw.AdamW`.
-        others: options of further registered optimizers named by rules.
+        muon, adamw: other keywords of `Muon` and of `titan_muon.adamw.AdamW`.
+        others: options of other registered optimizers named by rules.
         process_group: the ranks with this model, as in `Muon`.
 
     Attributes:

@@ -326,7 +326,7 @@ class Muon(SkipsSteps, Optimizer):
         Collective, unless all parameters are plain tensors, as under DDP. Before the first step the state is empty,
         like torch's. Raises ValueError like `check_last_step`.
         """
-        # Trainer and Lightning save on rank 0 alone under DDP. The plan is equal on all ranks.
+        # Trainer and Lightning save only on rank 0 under DDP. The plan is equal on all ranks.
         self._check_last_step(alone=self._engine is None or all(p.plain for p in self.plan.parameters))
         self.synchronize()
         return super().state_dict()

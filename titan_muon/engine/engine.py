@@ -73,7 +73,7 @@ def checked_plan(
     Raises ValueError as `check_devices` and `plan_step`, and if storage on this rank differs from the plan.
     """
     if not params:
-        # For example a pipeline stage with the embedding alone.
+        # For example a pipeline stage with only the embedding.
         return Plan((), (), (), (), 1, ()), Geometries(())
     check_devices(params)
     named, groups = [(trained.fqn, trained.param) for trained in params], [trained.group for trained in params]

@@ -124,7 +124,7 @@ class EightBitFeature(Feature):
     """Momentum in 8 bits."""
 
     def check(self, context: PlanContext) -> None:
-        """Raise OptionError for momentum on the host or on the owner alone, and for matrices that cut blocks."""
+        """Raise OptionError for momentum on the host or only on the owner, and for matrices that cut blocks."""
         for name, needed in (("offload", "none"), ("state", "replicated")):
             value = getattr(context.options, name)
             if value != needed:

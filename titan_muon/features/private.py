@@ -33,7 +33,7 @@ class GatheredGroup:
 
     def reading_stream(self) -> Any:
         group, comm = self._group, self._group.comm_ctx
-        # FSDP2 copies a single shard on the computing stream, and creates further streams in the root's first forward.
+        # FSDP2 copies a single shard on the computing stream, and creates other streams in the root's first forward.
         sharded = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
         if not sharded or not hasattr(comm, "all_gather_copy_in_stream"):
             return self.computing_stream()

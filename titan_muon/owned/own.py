@@ -1,4 +1,4 @@
-"""`own`: store matrices of a module whole on single ranks, beside `fully_shard` for all further parameters.
+"""`own`: store matrices of a module whole on single ranks, beside `fully_shard` for all other parameters.
 
 owners = Owners(model, mesh=mesh)
 for block in model.layers:

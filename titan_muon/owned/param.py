@@ -43,7 +43,7 @@ class OriginalPlacement:
 
 # [Note: owned tensors]
 # - Original parameter: on the module before `own`, a plain tensor or a DTensor of tensor parallelism.
-# - Owned parameter: on the owner, as a DTensor with all further ranks as non-participants. On the module between uses,
+# - Owned parameter: on the owner, as a DTensor with all other ranks as non-participants. On the module between uses,
 #   and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of HSDP, if each has an owner;
 #   the axes of tensor or expert parallelism, with unchanged pieces; and `owner`, of size 1, or larger for a stack of
 #   experts whose owners divide dim 0. `owner` is last because DTensor cuts a dim from left to right, and the owners

@@ -18,7 +18,7 @@ from ..engine.tensors.process_groups import MeshWithoutGroups
 
 
 class OwnerMesh(MeshWithoutGroups):
-    """The holders of an owned parameter; further ranks are non-participants.
+    """The holders of an owned parameter; other ranks are non-participants.
 
     `data`: data-parallel mesh of this rank, with the `owners` on its last axis. `inner`: tensor-parallel mesh for this
     rank's piece, or None.

@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CommunicatorBytes:
-    """Bytes of CUDA's context with the first communicator, of a further group, and of a near peer of an all-to-all."""
+    """Bytes of CUDA's context with the first communicator, of another group, and of a near peer of an all-to-all."""
 
     context: int = 0
     group: int = 0

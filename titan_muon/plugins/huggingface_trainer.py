@@ -17,7 +17,7 @@ def trainer_optimizer(model: nn.Module, arguments: Any, **options: Any) -> tuple
     Args:
         model: as given to the Trainer.
         arguments: `transformers.TrainingArguments`, or a subclass as `trl.SFTConfig`.
-        options: further keywords of `Hybrid`.
+        options: other keywords of `Hybrid`.
     """
     adamw = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     rates = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}

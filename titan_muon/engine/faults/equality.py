@@ -59,7 +59,7 @@ def check_equal(
     """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
 
     Collective over the agreement's ranks. The host waits for the device and for all ranks. `own`: globs on names of
-    plain tensors that each rank trains separately. `buffers`: (name, tensor) of further tensors.
+    plain tensors that each rank trains separately. `buffers`: (name, tensor) of other tensors.
     """
     tensors = chain(tensors_of(optimizers), ((name, name, buffer) for name, buffer in buffers))
     # Together, because a rank with an error would leave the others in a collective.

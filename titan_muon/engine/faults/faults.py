@@ -148,5 +148,5 @@ def warn_of_skipped(names: Sequence[str], faults: Sequence[Fault]) -> None:
 
 
 def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:
-    """The first five names with this fault, and the number of further names."""
+    """The first five names with this fault, and the number of the others."""
     return listed([name for name, current in zip(names, faults, strict=True) if current == fault])

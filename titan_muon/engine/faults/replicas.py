@@ -28,7 +28,7 @@ INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.i
 
 
 def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
-    """Layouts of plain tensors with unequal values on ranks or on some ranks alone, and of DTensors on several meshes.
+    """Layouts of plain tensors with unequal values on ranks or on only some ranks, and of DTensors on several meshes.
 
     Layouts whose placements do not tell the rows have the rows of all ranks. By name. Collective. Raises ValueError on
     all ranks for meshes that cannot share a plan, or with other ranks, and for rows missing or stored twice.

@@ -81,7 +81,7 @@ class Scaling:
     Attributes:
         skipped: () bool on the device, equal on all ranks.
         inverse: () float32 factor on the gradients, or None.
-        differs: () bool: whether a GradScaler of another rank alone has found a bad gradient, or None.
+        differs: () bool: whether only a GradScaler of another rank has found a bad gradient, or None.
     """
 
     skipped: Tensor

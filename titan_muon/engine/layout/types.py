@@ -160,7 +160,7 @@ class MatrixStack:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter. A `plain` tensor is no DTensor: every rank of the mesh has such a tensor.
+    """A parameter. A `plain` tensor is not a DTensor: every rank of the mesh has such a tensor.
 
     `state_ranks`: keepers of the momentum, in order of dim 0; empty: every holder.
     """

@@ -70,7 +70,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (2.2737, -1.6447, 0.4162),
     ),
     # Fan et al., "Rethinking Muon Beyond Pretraining" (Pion, arXiv:2605.19282): a high-pass filter. The authors' code
-    # takes suppression alone for reinforcement learning (k_p = 0). Promotion lowers the threshold of the filter.
+    # takes only suppression for reinforcement learning (k_p = 0). Promotion lowers the threshold of the filter.
     "pion": (SUPPRESSION,),
     "pion_promotion": (PROMOTION, *(SUPPRESSION,) * 4),
 }

@@ -37,7 +37,7 @@ UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
 SAME_RATE = 0.9
 """float16 is preferred at this share of bfloat16's rate, because of 8 times the precision."""
 KERNEL_SIDES = 16
-"""Divisor of both sides required by kernels; further sizes would need slow copies."""
+"""Divisor of both sides required by kernels; other sizes would need slow copies."""
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities for fast bfloat16 products: x86, then ARM."""
 HALVES = ("float16", "bfloat16")

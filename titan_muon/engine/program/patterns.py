@@ -90,9 +90,9 @@ class _Flow:
     """Elements of a rank in a phase of an all-to-all. Pairs: exchanged with all ranks, and within the node.
 
     Attributes:
-        home: of the rank's pieces, for further owners.
+        home: of the rank's pieces, for other owners.
         kept: of the rank's pieces, for the rank itself.
-        owned: of further ranks' pieces, for the matrices orthogonalized on this rank.
+        owned: of other ranks' pieces, for the matrices orthogonalized on this rank.
         peers: ranks that exchange pieces with this rank.
         places: of the last piece; pieces of a bucket nearly always share the key.
     """

@@ -155,7 +155,7 @@ def checked_state(
 
 
 def copy_state(saved: Tensor, current: Tensor, parameter: Tensor) -> None:
-    """Copy this rank's part of a saved state. A keeper alone takes its rows of a parameter's momentum."""
+    """Copy this rank's part of a saved state. A keeper takes only its rows of a parameter's momentum."""
     target, source = local(current), local(saved)
     if target.numel() == 0:
         return

@@ -266,7 +266,7 @@ def _parts_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iter
 
 
 def strided(pairs: Iterable[Pair]) -> list[Pair]:
-    """The pairs, or far fewer pairs with further dims that copy the same elements."""
+    """The pairs, or far fewer pairs with more dims that copy the same elements."""
     listed = sorted(pairs, key=lambda pair: pair[0].storage_offset())
     # The matrices of a rank, then the ranks.
     fewer = _at_equal_distances(_at_equal_distances(listed))
@@ -274,7 +274,7 @@ def strided(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def _at_equal_distances(pairs: Sequence[Pair]) -> list[Pair]:
-    """Each run of equal views at equal distances as a pair of views with a further dim."""
+    """Each run of equal views at equal distances as a pair of views with one more dim."""
     result, start = list[Pair](), 0
     while start < len(pairs):
         stop, distances = start + 1, _distances(pairs[start : start + 2])

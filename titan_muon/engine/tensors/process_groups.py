@@ -166,7 +166,7 @@ def root_size(mesh: DeviceMesh) -> int:
 
 
 class MeshWithoutGroups(DeviceMesh):
-    """The holders of a tensor; further ranks have an empty local tensor. `refusal`: error message of a collective."""
+    """The holders of a tensor; other ranks have an empty local tensor. `refusal`: error message of a collective."""
 
     refusal: str
 

@@ -30,7 +30,7 @@ class TrainedParam:
         group: parameter group. A scheduler may change hyperparameters between steps.
         key, stored: `placement_key`, and dtype and device of the local tensor, when the step was planned.
         on_mesh: whether this rank is on the mesh, with a range of rows that is not empty, and so gets a gradient.
-        state: of the optimizer, with the states of further features.
+        state: of the optimizer, with the states of features too.
     """
 
     fqn: str
