@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tyro
 from matplotlib import rc_context
@@ -41,24 +41,17 @@ STYLE: dict[Any, Any] = {"font.size": 12, "svg.hashsalt": "compare_runs", "text.
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
-class Speed(NamedTuple):
-    """Display of a speed or memory: name and unit, factor from the recorded unit, digits."""
-
-    title: str
-    scale: float
-    digits: int
-
-
-SPEEDS = {
-    "tokens_per_second": Speed("tokens/s", 1, 0),
-    "mfu": Speed("MFU, %", 100, 1),
-    "time.step": Speed("step, ms", 1e3, 1),
-    "time.data": Speed("data, ms", 1e3, 1),
-    "time.forward_backward": Speed("forward-backward, ms", 1e3, 1),
-    "time.clip": Speed("clip, ms", 1e3, 1),
-    "time.optimizer": Speed("optimizer, ms", 1e3, 1),
-    "memory_gib": Speed("peak memory, GiB", 1, 2),
+SPEEDS: dict[str, tuple[str, float, int]] = {
+    "tokens_per_second": ("tokens/s", 1, 0),
+    "mfu": ("MFU, %", 100, 1),
+    "time.step": ("step, ms", 1e3, 1),
+    "time.data": ("data, ms", 1e3, 1),
+    "time.forward_backward": ("forward-backward, ms", 1e3, 1),
+    "time.clip": ("clip, ms", 1e3, 1),
+    "time.optimizer": ("optimizer, ms", 1e3, 1),
+    "memory_gib": ("peak memory, GiB", 1, 2),
 }
+"""Name and unit, factor from the recorded unit, and digits of a speed or memory."""
 
 
 def evenly(steps: Sequence[float], intervals: int = 10) -> list[float]:
@@ -187,11 +180,11 @@ def reach_section(runs: Sequence[RunRecord], key: str, window: float, axis: str)
 def speed_section(runs: Sequence[RunRecord]) -> str:
     """Medians of throughput, step phases and peak memory, and ratios to the first run."""
     rows = []
-    for key, speed in SPEEDS.items():
+    for key, (title, scale, digits) in SPEEDS.items():
         medians = [run.median(key) for run in runs]
         if any(value is not None for value in medians):
-            shown = [None if value is None else value * speed.scale for value in medians]
-            rows.append([speed.title, *with_ratios(shown, speed.digits)])
+            shown = [None if value is None else value * scale for value in medians]
+            rows.append([title, *with_ratios(shown, digits)])
     return markdown("median", runs, rows) if rows else "Not recorded."
 
 
@@ -238,15 +231,6 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
     axes.grid(alpha=0.3)
 
 
-def write_picture(
-    runs: Sequence[RunRecord], metric: str, window: float, title: str | None, output: Path, axis: str = "step"
-) -> None:
-    """Writes the picture."""
-    with rc_context(STYLE):
-        figure = picture(runs, metric, window, title, axis)
-        figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
-
-
 def picture(runs: Sequence[RunRecord], metric: str, window: float, title: str | None, axis: str) -> Figure:
     """The curves, and the runs' labels below; 1200 pixels wide."""
     # As many columns as fit into the width.
@@ -284,6 +268,8 @@ def compare(
     records = read_runs(runs, metric, x)
     window = smoothing_window(common_steps(records, metric), x)
     print(report(records, metric, window, x))
-    picture = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
-    write_picture(records, metric, window, title, picture, x)
-    print(f"\nPicture: {picture}")
+    file = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
+    with rc_context(STYLE):
+        figure = picture(records, metric, window, title, x)
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    print(f"\nPicture: {file}")

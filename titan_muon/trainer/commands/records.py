@@ -169,7 +169,8 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
         settings.setdefault(setting, []).append(run)
     runs = [over_seeds(group).along(axis) for group in settings.values()]
     labels = unique_labels([run.folder for run in runs])
-    runs = [replace(run, label=labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
+    seeds = [f" ({run.seeds} seeds)" if run.seeds > 1 else "" for run in runs]
+    runs = [replace(run, label=label + more) for run, label, more in zip(runs, labels, seeds, strict=True)]
     if not common_steps(runs, metric):
         raise RecipeError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
     return runs
@@ -177,11 +178,6 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
 
 def _seeds(run: RunRecord) -> list[str | None]:
     return [run.recipe.get(key) for key in sorted(SEEDS)]
-
-
-def labelled(label: str, seeds: int) -> str:
-    """The label with the number of seeds, if several."""
-    return label if seeds == 1 else f"{label} ({seeds} seeds)"
 
 
 def over_seeds(runs: Sequence[RunRecord]) -> RunRecord:

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -81,45 +81,41 @@ class DataFile:
     def _json_rows(self, stream: Any) -> Iterator[str | RecipeError]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield self._json_row(f": {self.path}:{number}", line.decode("utf-8", errors="replace"))
+                yield self._json_row(f": {self.path}:{number}:", line.decode("utf-8", errors="replace"))
 
     def _json_row(self, place: str, line: str) -> str | RecipeError:
+        key = self.data.text_key
         try:
             row = json.loads(line)
         except RecursionError:
-            return RecipeError(f"{place}: its lists or objects are nested too deeply", key="data.files")
+            problem = "its lists or objects are nested too deeply"
         except ValueError as error:
-            return RecipeError(f"{place}: not JSON: {error}", key="data.files")
-        if not isinstance(row, dict):
-            return RecipeError(
-                f"{place} is of type {type(row).__name__}; a row is an object with text", key="data.files"
-            )
-        if problem := self._missing_field(place, row):
-            return problem
-        if not isinstance(text := row[self.data.text_key], str):
-            field = f"{self.data.text_key!r} (data.text_key)"
-            return RecipeError(
-                f"{place}: {field} is {json.dumps(text)[:40]}, not text; remove the row", key="data.files"
-            )
-        return text
+            problem = f"not JSON: {error}"
+        else:
+            if not isinstance(row, dict):
+                problem = f"it is of type {type(row).__name__}; a row is an object with text"
+            elif key not in row:
+                problem = self._missing_field(row)
+            elif not isinstance(row[key], str):
+                problem = f"{key!r} (data.text_key) is {json.dumps(row[key])[:40]}, not text; remove the row"
+            else:
+                text: str = row[key]
+                return text
+        return RecipeError(f"{place} {problem}", key="data.files")
 
     def _parquet_rows(self, stream: Any) -> Iterator[str]:
-        table = ParquetFile(stream)
-        if problem := self._missing_field(f": {self.path}", table.schema_arrow.names):
-            raise problem
-        kind = table.schema_arrow.field(self.data.text_key).type
+        table, key = ParquetFile(stream), self.data.text_key
+        if key not in (names := table.schema_arrow.names):
+            raise RecipeError(f": {self.path}: {self._missing_field(names)}", key="data.files")
+        kind = table.schema_arrow.field(key).type
         if "string" not in str(kind) or types.is_nested(kind):
-            field = f"{self.data.text_key!r} (data.text_key)"
-            raise RecipeError(
-                f": {self.path}: {field} is of type {kind}, not text; name a field with text", key="data.files"
-            )
-        for batch in table.iter_batches(columns=[self.data.text_key]):
+            problem = f"{key!r} (data.text_key) is of type {kind}, not text; name a field with text"
+            raise RecipeError(f": {self.path}: {problem}", key="data.files")
+        for batch in table.iter_batches(columns=[key]):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
 
-    def _missing_field(self, place: str, names: Collection[str]) -> RecipeError | None:
-        key = self.data.text_key
-        missing = f"{place} has no field data.text_key = {key!r}; it has {', '.join(names)}"
-        return RecipeError(missing, key="data.files") if key not in names else None
+    def _missing_field(self, names: Iterable[str]) -> str:
+        return f"no field data.text_key = {self.data.text_key!r}; it has {', '.join(names)}"
 
     def _documents_of_tokens(self, stream: Any) -> Iterator[bytes]:
         if self.path.endswith(".npy"):
