@@ -30,9 +30,10 @@ from titan_muon.planner.summary import summarize
 from titan_muon.plugins.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.trainer.device import adamw_implementation
 from titan_muon.trainer.recipe import Recipe, RecipeError, as_recipe_errors
-from titan_muon.trainer.torchtitan.slot import check_unread_fields
 
 logger = logging.getLogger(__name__)
+
+RULES = "rules, such as rules=(Rule(match='*.bias', optimizer='adamw', options={'lr': 1e-3}),)"
 
 
 class HybridOptimizers(ForwardsToParts, OptimizersContainer):
@@ -174,6 +175,25 @@ def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
         return config.tables
     # A form of TorchTitan's slot lacks the field.
     return {**config.tables, "adamw": {**adamw, **_flags(getattr(config, "implementation", "auto"))}}
+
+
+def check_unread_fields(config: Any) -> None:
+    """Raise ValueError for a field of TorchTitan's own that HybridOptimizers does not read.
+
+    The installed form of the slot lacks some of the fields.
+    """
+    unread: dict[str, str] = {}
+    if getattr(config, "param_groups", ()):
+        unread["param_groups"] = f"{RULES}: globs in place of regular expressions"
+    if named := getattr(config, "optimizer_factory_kwargs_by_name", ()):
+        unread[f"optimizer_factory_kwargs_by_name ({', '.join(named)})"] = "tables"
+    if typed := getattr(config, "optimizers", ()):
+        names = ", ".join(type(optimizer).__qualname__ for optimizer in typed)
+        unread[f"optimizers ({names})"] = f"{RULES}, and each optimizer's options in tables"
+    if getattr(config, "implementation", None) == "fused_opt_states_bf16":
+        unread["implementation = 'fused_opt_states_bf16'"] = "tables={'adamw': {'state_dtype': 'bfloat16'}}"
+    for name, instead in unread.items():
+        raise ValueError(f"{name} is not read by HybridOptimizers; write {instead}")
 
 
 def _flags(option: str) -> dict[str, bool]:

@@ -17,8 +17,7 @@ from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.tensors.dtensor import local
 from titan_muon.plugins.clip import GradientClip
 from titan_muon.trainer.assign.container import HybridOptimizers
-from titan_muon.trainer.checks.ranks import UNKNOWN
-from titan_muon.trainer.checks.training import ADVICE, TrainingChecks
+from titan_muon.trainer.checks.training import ADVICE, UNKNOWN, TrainingChecks
 from titan_muon.trainer.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.trainer.data.tokenizers import check_vocabulary
 from titan_muon.trainer.data.validation import HeldOutValidator

@@ -1,1 +1,1 @@
-"""Gaps of the installed TorchTitan, its loader of Hugging Face text, and the forms of its optimizer slot."""
+"""Gaps of the installed TorchTitan, and its loader of Hugging Face text."""

@@ -11,9 +11,15 @@ from torch import nn
 
 from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.trainer.checks.experts import ExpertLoads
-from titan_muon.trainer.checks.ranks import UNKNOWN, RankReport, check_reports, differing_pair
 from titan_muon.trainer.checks.start import check_start, differences, source_files, start_facts
-from titan_muon.trainer.checks.training import TrainingChecks, wrong_tokens
+from titan_muon.trainer.checks.training import (
+    UNKNOWN,
+    RankReport,
+    TrainingChecks,
+    check_reports,
+    differing_pair,
+    wrong_tokens,
+)
 from titan_muon.trainer.data.blocks import TokenBlocks
 from titan_muon.trainer.data.corpus import Corpus
 from titan_muon.trainer.data.loader import NOT_COUNTED
