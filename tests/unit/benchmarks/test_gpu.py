@@ -1,5 +1,11 @@
 """The four calls for one GPU, rehearsed on the CPU: their rows, their page, and an end at any time."""
 
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import gpu
-from benchmarks.gpu import Rows, peers, read_rows
+from benchmarks.gpu import ROOT, Rows, peers, read_rows
 from benchmarks.gpu.__main__ import main, parts_of
 from benchmarks.one_gpu.one_rank import attributed
 from titan_muon.engine.tensors.process_groups import forget_meshes
@@ -74,6 +80,36 @@ def test_a_part_of_processes_writes_its_rows_on_the_cpu(name: str, rows: Rows) -
     found = [row for row in read_rows(rows.file) if SLOW_ROWS[name] in row]
     assert found
     assert all(row.get("differences", "none") == "none" for row in found)
+
+
+def test_a_killed_call_leaves_whole_rows_and_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--call", "1", "--device", "cpu", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file, deadline = tmp_path / "rows.jsonl", time.monotonic() + 100
+    while len(read_rows(file)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(random.uniform(0, 3))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    lines = file.read_text().splitlines()
+    assert len(lines) >= 3
+    assert all(json.loads(line)["call"] == 1 for line in lines)
+    assert lines[-1:] == file.read_text().split("\n")[-2:-1], "the last line is whole"
+    deadline = time.monotonic() + 20
+    while any(str(tmp_path) in words for words in command_lines()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(str(tmp_path) in words for words in command_lines())
+
+
+def command_lines() -> list[str]:
+    """Command lines of this machine's processes."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(file.read_text())
+        except OSError:
+            continue
+    return lines
 
 
 def test_a_row_is_whole_and_a_torn_one_is_left_out(rows: Rows) -> None:
