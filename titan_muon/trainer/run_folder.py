@@ -67,7 +67,7 @@ class RunFolder:
         if (path / RECIPE).is_file():
             return cls(path)
         if not path.is_dir():
-            others = ", ".join(sorted(folder.name for folder in path.parent.glob("*") if folder.is_dir()))
+            others = ", ".join(sorted(folder.name for folder in path.parent.glob("[!.]*") if folder.is_dir()))
             remedy = f"{path.parent} has {others}" if others else "train first: titan-muon train --config RECIPE"
             raise RecipeError(f"{path}: no such folder; {remedy}")
         newest = next((run for run in runs_in(path) if run.has_records), None)
