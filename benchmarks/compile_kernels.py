@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titan_muon.engine.orthogonalize import DTYPES
 from titan_muon.engine.orthogonalize.dispatch import HALVES
-from titan_muon.kernels.fused import TableLaunch
+from titan_muon.kernels.batches import PARTS
+from titan_muon.kernels.launch import Launch, TableLaunch
 from titan_muon.kernels.symmetric import TILES, Tile, launch_of
-from titan_muon.kernels.tables import Launch, Table
+from titan_muon.kernels.tables import Table
 
 REGISTERS, BLOCK_REGISTERS, TENSOR_COLUMNS = 255, 65_536, 512
 """Most registers per thread and per block, and columns of tensor memory, on all three architectures."""
@@ -222,6 +223,18 @@ def row(kernel: Compiled, verdict: str) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+OPERANDS = {
+    "advance": ("MOMENTUM", "GRAD", "PACKED"),
+    "update": ("PARAM", "UPDATE"),
+    "norm_parts": ("PIECE",),
+    "normalize": ("PIECE", "X"),
+    "split": ("PIECE", "X"),
+}
+"""Dtypes of the tensors of a kernel."""
+OF_MATRICES = {"norm_parts": {"ld.global.b32", "st.global.b32"}, "normalize": {"ld.global.b32", "st.global.b8"}}
+"""Accesses of tiles, sums and flags of matrices. Elements of 16 bits have others."""
+
+
 @dataclass(frozen=True)
 class PassCase:
     """A kernel of `muon.expert.fused` as the launcher would compile it.
@@ -243,14 +256,22 @@ class PassCase:
     def launch(self) -> Launch:
         words, tiles = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
         dtypes = [getattr(torch, name) for name in self.dtypes]
-        options: dict[str, Any]
+        options = dict(zip(OPERANDS[self.kernel], dtypes, strict=True))
+        float32, x = torch.empty(1, device="meta"), torch.empty(1, dtype=dtypes[-1], device="meta")
+        more: tuple[Any, ...] = ()
         if self.kernel == "advance":
-            options = dict(zip(("MOMENTUM", "GRAD", "PACKED"), dtypes, strict=True)) | {"PACKS": True}
-        else:
-            options = dict(zip(("PARAM", "UPDATE"), dtypes, strict=True))
+            options |= {"PACKS": True}
+        elif self.kernel == "update":
             options |= {"CAUTIOUS": self.cautious, "STOCHASTIC": self.dtypes[0] == "bfloat16"}
+        elif self.kernel == "norm_parts":
+            options, more = options | {"PARTS": PARTS}, (tiles, float32)
+        elif self.kernel == "normalize":
+            options |= {"PARTS": PARTS, "ROUNDED": self.dtypes[0] == self.dtypes[1]}
+            more = (tiles, float32, torch.empty(1, dtype=torch.int8, device="meta"), x, 1e-14, 64.0)
+        else:
+            more = (x,)
         table = Table(tiles, words, (), self.flat, self.aligned)
-        return TableLaunch(self.kernel, table, options).variant(words, aligned=self.aligned)
+        return TableLaunch(self.kernel, table, options).variant(words, *more, aligned=self.aligned)
 
 
 @dataclass(frozen=True)
@@ -289,6 +310,7 @@ def compiled_pass(case: PassCase) -> CompiledPass:
     names = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[\w.]*)", ptx))
     # A program reads 64-bit words and a 32-bit number of tables.
     elements = {name for name, count in names.items() if "b64" not in name and (name, count) != ("ld.global.b32", 1)}
+    elements -= OF_MATRICES.get(case.kernel, set())
     threads = 32 * binary.metadata.num_warps
     return CompiledPass(
         case,
@@ -302,13 +324,16 @@ def compiled_pass(case: PassCase) -> CompiledPass:
 
 
 def pass_cases() -> Iterator[PassCase]:
-    """Every architecture with the dtypes and layouts of both kernels."""
+    """Every architecture with the dtypes and layouts of the kernels."""
     layouts = ((True, True), (False, True), (True, False), (False, False))
     for target, (flat, aligned) in product(ARCHITECTURES, layouts):
         for state, grad in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
             yield PassCase(target, "advance", (state, grad, "bfloat16"), flat, aligned)
         for weight, cautious in product(("float32", "bfloat16"), (False, True)):
             yield PassCase(target, "update", (weight, "bfloat16"), flat, aligned, cautious)
+        yield PassCase(target, "norm_parts", ("bfloat16",), flat, aligned)
+        for kernel, x in product(("normalize", "split"), ("float16", "bfloat16")):
+            yield PassCase(target, kernel, ("bfloat16", x), flat, aligned)
 
 
 HEADER = """| GPU | product | dtype | tile | tensor cores | copies | threads | registers | spilled | shared memory | |

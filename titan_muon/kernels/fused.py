@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,7 +23,9 @@ from ..engine.step.views import BucketViews
 from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from .tables import ALIGNMENT, BLOCK, EXCLUDED, MISSING, Launch, Row, Table, ViewPlace, address, bits, view_place
+from .batches import BatchLaunches, takes_batch
+from .launch import TableLaunch
+from .tables import ALIGNMENT, EXCLUDED, MISSING, Row, Table, ViewPlace, address, bits, view_place
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = 2
@@ -35,30 +36,6 @@ GROUP_WORDS = 6
 
 Kind = tuple[tuple[str, Any], ...]
 """Options of a kernel."""
-
-
-@dataclass(frozen=True)
-class TableLaunch:
-    """A launch of a kernel of `passes.py`. `options`: dtypes of PyTorch, and flags."""
-
-    kernel: str
-    table: Table
-    options: Mapping[str, Any]
-
-    def run(self, vector: Tensor, words: Sequence[int] | None) -> None:
-        """`words`: of the vector, if an address in it is not aligned."""
-        is_aligned = words is None or not any(words[base] % ALIGNMENT for base in self.table.bases)
-        self.variant(vector, aligned=self.table.aligned and is_aligned).run()
-
-    def variant(self, vector: Tensor, *, aligned: bool) -> Launch:
-        # Imported on use, because only CUDA builds of PyTorch include Triton.
-        from . import passes
-
-        # Single elements take more registers for addresses than vectors.
-        options = {"FLAT": self.table.flat, "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 4 if aligned else 8}
-        arguments = self.table.tiles, self.table.rows, vector
-        kernel = getattr(passes, self.kernel)
-        return Launch(kernel, (len(self.table.tiles),), arguments, options | passes.of_triton(self.options))
 
 
 class Numbers(NamedTuple):
@@ -93,6 +70,7 @@ class Kernels:
         self._dtypes = [dtype or trained.param.dtype for dtype, trained in zip(planned, rank.params, strict=True)]
         self._advances = [self._launches("advance", map(self._momentum_rows, of.gathers)) for of in views]
         self._updates = [self._launches("update", map(self._update_rows, of.updates)) for of in views]
+        self._batches = [self._batch_launches(of, algorithm) for of in views]
         words = self._flags + count + GROUP_WORDS * len(self._words) + len(self._storages)
         self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
         self._copies: list[Tensor] = []
@@ -107,11 +85,7 @@ class Kernels:
             kinds.setdefault((kind, row.aligned), []).append(row)
         made = ((dict(kind), Table.of(of)) for (kind, _), of in kinds.items())
         send = self._rank.on_device
-        return [
-            TableLaunch(kernel, table._replace(tiles=send(table.tiles), rows=send(table.rows)), options)
-            for options, table in made
-            if len(table.tiles)
-        ]
+        return [TableLaunch(kernel, table.on(send), options) for options, table in made if len(table.tiles)]
 
     def _momentum_rows(self, call: MomentumCall) -> Iterator[tuple[Kind, Row]]:
         packed, grads = call.packed or call.momentum, call.grads or (None,) * len(call.parts)
@@ -145,6 +119,14 @@ class Kernels:
         stored, size = self._rank.storage[part.parameter].param, self._dtypes[part.parameter].itemsize
         view = part.of(stored)
         return view_place(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
+
+    def _batch_launches(self, of: BucketViews, algorithm: Algorithm) -> list[BatchLaunches | None]:
+        made: list[BatchLaunches | None] = []
+        for _, batch, _ in of.batches:
+            own = algorithm.for_parameter(batch.parameters[0])
+            takes = takes_batch(self._rank, batch, own)
+            made.append(BatchLaunches(self._rank, of.index, batch, own, self._stored, self._flags) if takes else None)
+        return made
 
     # --- each step ---
 
@@ -188,6 +170,12 @@ class Kernels:
     def advance(self, index: int) -> None:
         for launch in self._advances[index]:
             launch.run(self._vector, self._unaligned)
+
+    def orthogonalize(self, index: int, number: int) -> bool:
+        batch = self._batches[index][number]
+        if batch is not None:
+            batch.run(self._vector, self._unaligned)
+        return batch is not None
 
     def apply(self, index: int) -> None:
         for launch in self._updates[index]:
@@ -250,6 +238,7 @@ class FusedFeature(Feature):
         self._algorithm = parts.algorithm
 
     def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
-        parts.passes = kernels = Kernels(parts.rank, parts.views, self._algorithm)
+        with parts.rank.buffers.memory.held(), parts.workspace.held():
+            parts.passes = kernels = Kernels(parts.rank, parts.views, self._algorithm)
         # After the hook that takes the memory of `offload`, whose addresses this one reads.
         parts.hooks.append(kernels)

@@ -41,10 +41,10 @@ def _lerp(start, end, weight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(tiles, table, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's row of the table, the elements in row-major order, the mask and the columns."""
-    words = table + tl.load(tiles + tl.program_id(0)).to(tl.int64) * WORDS
-    index = (tl.program_id(0) - tl.load(words + 2).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
+def _piece(number, tiles, table, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's row of the table, the elements in row-major order, the mask and the columns."""
+    words = table + tl.load(tiles + number).to(tl.int64) * WORDS
+    index = (number - tl.load(words + 2).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
     size, cols = tl.load(words).to(tl.int32), tl.load(words + 1).to(tl.int32)
     if ALIGNED:
         size, cols = tl.multiple_of(size, 16), tl.multiple_of(cols, 16)
@@ -58,6 +58,21 @@ def _pointers(word, vector, index, cols, DTYPE: tl.constexpr, FLAT: tl.constexpr
     if ALIGNED:
         # Here, because a hint on an argument of a function is lost.
         start = tl.multiple_of(start, 16)
+    return _elements(start, word, index, cols, FLAT, ALIGNED)
+
+
+@triton.jit
+def _in_stack(x, word, index, cols, DTYPE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to these elements of the stack `x`, at the place at `word` of a row."""
+    start = (x.to(tl.int64) + tl.load(word + 1)).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return _elements(start, word, index, cols, FLAT, ALIGNED)
+
+
+@triton.jit
+def _elements(start, word, index, cols, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers from `start`, with the strides of the tensor at `word` of a row."""
     if FLAT:
         return start + index
     row, col, stride = index // cols, index % cols, tl.load(word + 2)
@@ -97,7 +112,7 @@ def advance(  # type: ignore[no-untyped-def]
 
     A row has momentum, gradient and packed tensor. A missing gradient packs NaN, so that the owner makes no update.
     """
-    words, index, inside, cols = _piece(tiles, table, ROW_HEADER + 12, ALIGNED, BLOCK)
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 12, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
     momenta = _pointers(words + ROW_HEADER, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
     grads = _pointers(words + ROW_HEADER + 4, vector, index, cols, GRAD, FLAT, ALIGNED)
@@ -131,7 +146,7 @@ def update(  # type: ignore[no-untyped-def]
 
     A row has parameter and update. CAUTIOUS: only where param * update >= 0. STOCHASTIC: see [Note: draws].
     """
-    words, index, inside, cols = _piece(tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
     params = _pointers(words + ROW_HEADER, vector, index, cols, PARAM, FLAT, ALIGNED)
     updates = _pointers(words + ROW_HEADER + 4, vector, index, cols, UPDATE, FLAT, ALIGNED)
@@ -149,3 +164,68 @@ def update(  # type: ignore[no-untyped-def]
         tl.store(params, _bfloat16(wide, (draw >> 16) & 0xFFFF), mask=inside)
     else:
         tl.store(params, _rounded(wide, PARAM), mask=inside)
+
+
+@triton.jit
+def norm_parts(  # type: ignore[no-untyped-def]
+    tiles, table, vector, matrices, parts,
+    PIECE: tl.constexpr, PARTS: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`parts` (count, PARTS): sums of squares of each matrix. A program sums every PARTS-th tile, in order.
+
+    A row has a piece of a matrix in a buffer, and its place in the stack. `matrices` (count, 3): the first tile, the
+    last, and the word of the parameter's flag.
+    """
+    matrix = tl.program_id(1)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    first, last = tl.load(matrices + 3 * matrix), tl.load(matrices + 3 * matrix + 1)
+    for number in range(first + tl.program_id(0), last, PARTS):
+        words, index, inside, cols = _piece(number, tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
+        pieces = _pointers(words + ROW_HEADER, vector, index, cols, PIECE, FLAT, ALIGNED)
+        value = tl.load(pieces, mask=inside, other=0.0).to(tl.float32)
+        sums = tl.fma(value, value, sums)
+    tl.store(parts + matrix * PARTS + tl.program_id(0), tl.sum(sums))
+
+
+@triton.jit
+def normalize(  # type: ignore[no-untyped-def]
+    tiles, table, vector, matrices, parts, broken, x, eps, start,
+    PIECE: tl.constexpr, X: tl.constexpr, ROUNDED: tl.constexpr, PARTS: tl.constexpr,
+    FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`normalized` of newton_schulz.py: x <- start piece / max(norm, eps), and zero for a matrix without an update.
+
+    `broken` (count,): whether the norm is not finite. ROUNDED: norm and scale are bfloat16.
+    """
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
+    matrix = tl.load(words + 3)
+    flag = tl.load(vector + tl.load(matrices + 3 * matrix + 2))
+    idle = (tl.load(vector) != 0) | ((flag & STAYS) != 0)
+    norm = tl.sqrt_rn(tl.sum(tl.load(parts + matrix * PARTS + tl.arange(0, PARTS))))
+    # False for NaN.
+    finite = norm < float("inf")
+    if ROUNDED:
+        norm = _rounded(norm, tl.bfloat16).to(tl.float32)
+        scale = _rounded(tl.div_rn(1.0, tl.maximum(norm, eps)), tl.bfloat16).to(tl.float32)
+    else:
+        scale = tl.div_rn(1.0, tl.maximum(norm, eps)) * start
+    pieces = _pointers(words + ROW_HEADER, vector, index, cols, PIECE, FLAT, ALIGNED)
+    value = tl.load(pieces, mask=inside).to(tl.float32) * scale
+    value = tl.where((idle == 0) & finite, value, 0.0)
+    places = _in_stack(x, words + ROW_HEADER + 4, index, cols, X, FLAT, ALIGNED)
+    tl.store(places, _rounded(value, X), mask=inside)
+    is_first = tl.program_id(0) == tl.load(matrices + 3 * matrix)
+    tl.store(broken + matrix, ((idle == 0) & (finite == 0)).to(tl.int8), mask=is_first)
+
+
+@triton.jit
+def split(  # type: ignore[no-untyped-def]
+    tiles, table, vector, x,
+    PIECE: tl.constexpr, X: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write results to the pieces of a buffer, in its dtype. A row has a piece, and its place in the stack."""
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
+    places = _in_stack(x, words + ROW_HEADER + 4, index, cols, X, FLAT, ALIGNED)
+    value = tl.load(places, mask=inside).to(tl.float32)
+    pieces = _pointers(words + ROW_HEADER, vector, index, cols, PIECE, FLAT, ALIGNED)
+    tl.store(pieces, _rounded(value, PIECE), mask=inside)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..engine.orthogonalize.dispatch import KERNEL_SIDES
-from .tables import Launch
+from .launch import Launch
 
 
 @dataclass(frozen=True)

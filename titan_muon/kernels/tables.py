@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -110,6 +109,10 @@ class Table(NamedTuple):
         flat, aligned = all(part.flat for part in parts), all(part.aligned for part in parts)
         return cls(tiles, torch.tensor(words, dtype=torch.int64, device="cpu"), bases, flat, aligned)
 
+    def on(self, send: Callable[[Tensor], Tensor]) -> Table:
+        """The table on a device."""
+        return self._replace(tiles=send(self.tiles), rows=send(self.rows))
+
 
 def address(memory: Tensor | UntypedStorage) -> int:
     """The address of a tensor or storage on the device."""
@@ -120,17 +123,3 @@ def bits(number: float) -> int:
     """The bits of a float32, as a kernel's arguments are rounded."""
     word: int = struct.unpack("<i", struct.pack("<f", number))[0]
     return word
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch `kernel[grid](*args, **options)`. `run` skips an empty grid."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any]
-
-    def run(self) -> None:
-        if all(self.grid):
-            self.kernel[self.grid](*self.args, **self.options)

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
 from tests.shared import equal, muon_keywords
 from titan_muon import Expert, Muon, Split, registry
 from titan_muon.algorithms import algorithm_of
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
-from titan_muon.kernels import fused, tables
-from titan_muon.kernels.fused import TableLaunch
+from titan_muon.kernels import batches, fused, tables
+from titan_muon.kernels.launch import TableLaunch
 from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace, view_place
 from titan_muon.options import MuonOptions
 from titan_muon.selection import select
@@ -119,13 +119,17 @@ def trained(
     """Weights and momentum after some steps. `dtypes`: of weights and gradients, by parameter."""
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(name: str) -> Tensor:
-        return torch.randn(SHAPES[name], generator=generator)
+    def drawn(name: str, signs: bool = False) -> Tensor:
+        values = torch.randn(SHAPES[name], generator=generator)
+        return values.sign() if signs else values
 
     params = []
     for name, (weight, grad) in zip(names, dtypes, strict=True):
         params.append(nn.Parameter(drawn(name).to(weight)))
         params[-1].grad_dtype = grad
+    # Signs and a momentum of 0.5, so that every sum of squares is exact: kernels add in another order.
+    signs = options.get("orthogonalize", "reference") != "reference"
+    options |= {"momentum": 0.5} if signs else {}
     keywords = {
         "lr": 0.02,
         "weight_decay": 0.1,
@@ -136,11 +140,15 @@ def trained(
     muon = Muon(list(zip(names, params, strict=True)), **muon_keywords(**keywords))
     for step in range(STEPS):
         for name, param, (_, dtype) in zip(names, params, dtypes, strict=True):
-            param.grad = drawn(name).to(dtype)
+            param.grad = drawn(name, signs).to(dtype)
         if change is not None:
             change(muon, params, step)
         muon.step()
     return [tensor.detach() for param in params for tensor in (param, muon.state[param]["momentum_buffer"])]
+
+
+METHODS = [("standard", name) for name in ("float16", "bfloat16", "float32")]
+METHODS += [("gram", "float16"), ("gram", "float32")]
 
 
 def row_of(seed: int) -> dict[str, Any]:
@@ -157,6 +165,7 @@ def row_of(seed: int) -> dict[str, Any]:
         "adjust_lr_fn": draw.choice(("original", "match_rms_adamw", 0.3)),
         "release_grads": draw.random() < 0.2,
     }
+    options |= draw.choice(({}, *(dict(zip(("orthogonalize", "ns_dtype"), method, strict=True)) for method in METHODS)))
     if any(name in ("qkv", "columns") for name in names):
         options["offload"] = "none"
     changes = [None, None, with_scale, broken_at_last, elsewhere]
@@ -166,8 +175,10 @@ def row_of(seed: int) -> dict[str, Any]:
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore")
-def test_random_rows_have_the_bits_of_the_foreach_operators() -> None:
+def test_random_rows_have_the_bits_of_the_foreach_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uneven and tiny matrices, stacks, interleaved rows, cut columns, faults, and every choice of the arithmetic."""
+    # The interpreter takes a millisecond for a program.
+    monkeypatch.setattr(batches, "PARTS", 4)
     for seed in range(ROWS):
         row = row_of(seed)
         foreach, kernels = trained(**row, fused=False), trained(**row, fused=True)
@@ -300,38 +311,58 @@ def test_rows_of_many_elements_are_cut_with_their_draws(monkeypatch: pytest.Monk
 # --- shards ---
 
 
-def sharded(rank: int, world_size: int, dtype: torch.dtype, fused: bool) -> dict[str, list[Tensor]]:
-    """Whole weights after some steps, by placement."""
-    mesh, results = init_device_mesh("cpu", (world_size,)), {}
-    for name, dim in (("rows", 0), ("columns", 1)):
+PLACEMENTS = {"rows": [Replicate(), Shard(0)], "columns": [Replicate(), Shard(1)], "replicas": [Shard(0), Replicate()]}
+
+
+def sharded(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
+    """This rank's weights and momenta after some steps."""
+    mesh, results = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner")), list[Tensor]()
+    for name, placements in PLACEMENTS.items():
         generator = torch.Generator().manual_seed(0)
-        new = lambda shape: distribute_tensor(torch.randn(shape, generator=generator).to(dtype), mesh, [Shard(dim)])  # noqa: B023, E731
+        new = lambda shape: distribute_tensor(  # noqa: E731
+            torch.randn(shape, generator=generator).sign().to(dtype),  # noqa: B023
+            mesh,
+            placements,  # noqa: B023
+        )
         params = {shape: nn.Parameter(new(shape)) for shape in ((24, 40), (33, 20))}
-        options = {"lr": 0.02, "orthogonalize": "reference", "fused": fused}
         muon = Muon([(str(shape), param) for shape, param in params.items()], **muon_keywords(**options))
         for step in range(STEPS):
             for shape, param in params.items():
                 param.grad = new(shape)
-            if step == STEPS - 1:
+            if step == STEPS - 1 and name != "replicas":
                 # The momentum stays, and the owner makes no update.
                 params[33, 20].grad = None
             muon.step()
-        tensors = (tensor for param in params.values() for tensor in (param, muon.state[param]["momentum_buffer"]))
-        results[name] = [tensor.full_tensor().detach() for tensor in tensors]
+        for param in params.values():
+            results += [param.to_local().detach(), muon.state[param]["momentum_buffer"].to_local()]
     return results
 
 
-def sharded_twice(rank: int, world_size: int, dtype: torch.dtype) -> list[str]:
+def sharded_twice(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         single_rounding.__wrapped__(patch)  # type: ignore[attr-defined]
-        kernels, foreach = sharded(rank, world_size, dtype, True), sharded(rank, world_size, dtype, False)
-    return [name for name in kernels if not equal(kernels[name], foreach[name])]
+        patch.setattr(batches, "PARTS", 4)
+        kernels, foreach = (
+            sharded(dtype, {"lr": 0.02, "momentum": 0.5, "fused": on, **options}) for on in (True, False)
+        )
+    return equal(kernels, foreach)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-def test_shards_have_the_bits_of_the_foreach_operators(dtype: torch.dtype) -> None:
-    assert run_ranks(sharded_twice, 2, dtype) == [[], []]
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (FLOAT32, {"exchange": "all_gather_reduce_scatter", "replicas": "redundant"}),
+        (BFLOAT16, {"exchange": "all_gather"}),
+        (BFLOAT16, {"orthogonalize": "reference"}),
+        (FLOAT32, {}),
+    ],
+    ids=str,
+)
+def test_shards_and_replicas_have_the_bits_of_the_foreach_operators(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    assert run_ranks(sharded_twice, 2, dtype, options) == [True, True]
 
 
 # --- choice ---

@@ -18,7 +18,7 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
-KERNELS = ["kernels.fused", "kernels.passes", "kernels.tables"]
+KERNELS = [f"kernels.{name}" for name in ("batches", "fused", "launch", "passes", "tables")]
 FILES = [*FEATURES, *KERNELS]
 
 STEPS = """

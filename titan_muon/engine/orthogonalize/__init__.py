@@ -2,7 +2,16 @@
 
 from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
 from .dispatch import DTYPES, Dispatch, Kernel, Method
-from .newton_schulz import NO_UPDATE, frobenius_norms, iterate, orthogonalize, prepared, zero_nonfinite_
+from .newton_schulz import (
+    NO_UPDATE,
+    frobenius_norms,
+    iterate,
+    iterate_normalized,
+    orthogonalize,
+    prepared,
+    start_norm,
+    zero_nonfinite_,
+)
 
 __all__ = [
     "COEFFICIENTS",
@@ -15,9 +24,11 @@ __all__ = [
     "coefficients",
     "frobenius_norms",
     "iterate",
+    "iterate_normalized",
     "iteration",
     "largest_value",
     "orthogonalize",
     "prepared",
+    "start_norm",
     "zero_nonfinite_",
 ]

@@ -111,11 +111,20 @@ def iterate(
 
     The result is a new tensor or `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`.
     """
-    x, runs = normalized(stack, eps, dtype, norms), runs or (1,) * len(steps)
+    x = normalized(stack, eps, dtype, norms)
     # `out` if the element size matches, because a third X may be most of the workspace.
     buffer = out.view(x.dtype) if out is not None and out.element_size() == x.element_size() else torch.empty_like(x)
-    spare = buffer
-    side = min(x.size(1), x.size(2))
+    x = iterate_normalized(x, buffer, steps, runs or (1,) * len(steps), product)
+    if out is None:
+        return x.to(stack.dtype)
+    return out if x is buffer and x.dtype == out.dtype else out.copy_(x)
+
+
+def iterate_normalized(
+    x: Tensor, spare: Tensor, steps: Coefficients, runs: Sequence[int], product: Product = plain
+) -> Tensor:
+    """`iterate` from `normalized` matrices. Returns the result, which is in `x` or in `spare`."""
+    dtype, side = x.dtype, min(x.size(1), x.size(2))
     squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
     for first, last in pairwise(accumulate(runs, initial=0)):
         wide = smaller_first(x)
@@ -126,9 +135,7 @@ def iterate(
         left, right = (x, q) if x.size(1) > x.size(2) else (q, x)
         plain(left, right, None if beta == 0 else x, alpha=scale, beta=beta * scale, out=spare)
         x, spare = spare, x
-    if out is None:
-        return x.to(stack.dtype)
-    return out if x is buffer and x.dtype == out.dtype else out.copy_(x)
+    return x
 
 
 def _polynomial(steps: Coefficients, squares: Sequence[Tensor], product: Product) -> tuple[float, Tensor]:

@@ -50,9 +50,13 @@ class HostTensors(Protocol):
 
 
 class Passes(Protocol):
-    """The element-wise work of each bucket, in the place of an algorithm's calls. Reads `StepGradients.scaling`."""
+    """The element-wise work of each bucket, in the place of an algorithm's calls. Reads `StepGradients.scaling`.
+
+    `orthogonalize`: assemble a batch, orthogonalize it and split the results. False: not done.
+    """
 
     def advance(self, index: int) -> None: ...
+    def orthogonalize(self, index: int, number: int) -> bool: ...
     def apply(self, index: int) -> None: ...
 
 
@@ -153,7 +157,9 @@ class MuonStep:
             self.exchange.wait(index)
             if views.cleared is not None:
                 views.cleared.zero_()
-            for assemble, batch, split in views.batches:
+            for number, (assemble, batch, split) in enumerate(views.batches):
+                if passes is not None and passes.orthogonalize(index, number):
+                    continue
                 if assemble.targets:
                     torch._foreach_copy_(*assemble)
                 norms = self.mask.zero_(batch, gradients)

@@ -251,18 +251,18 @@ class _Builder:
 
 def _copies(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]], *, assembling: bool) -> Copies:
     """Gathered pieces into whole matrices, or orthogonalized matrices into the pieces to return."""
-    pairs = strided(_parts_of(batch, pieces))
+    pairs = strided((part, whole) for _, part, whole in pieces_of(batch, pieces))
     parts, matrices = tuple(part for part, _ in pairs), tuple(whole for _, whole in pairs)
     return Copies(matrices, parts) if assembling else Copies(parts, matrices)
 
 
-def _parts_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of the pieces of each matrix, and their places in the batch."""
+def pieces_of(batch: Batch, pieces: Mapping[int, Sequence[BufferPiece]]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The matrices of a batch in order, with each part of their pieces and its place in the batch."""
     for place, matrix in enumerate(batch.matrices):
         for piece in pieces[matrix]:
             assert piece.view is not None, "an owner has every piece of its matrices"
             for span in piece.spans:
-                yield piece.view[span.piece], batch.whole[place][span.whole]
+                yield place, piece.view[span.piece], batch.whole[place][span.whole]
 
 
 def strided(pairs: Iterable[Pair]) -> list[Pair]:
