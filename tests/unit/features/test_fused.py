@@ -438,7 +438,8 @@ def test_the_kernels_get_the_momentum_of_their_own_algorithm() -> None:
     groups: list[dict[str, Any]] = [{"params": [("a", params[0])]}, {"params": [("b", params[1])], "algorithm": "slow"}]
     muon = Muon(groups, expert=Expert(fused=False)).build()
     rank, views = muon.engine.rank, muon.engine.step.views
-    kernels = fused.Kernels(rank, views, algorithm_of(rank.options, muon.param_groups))
+    with muon.engine.workspace.held():
+        kernels = fused.Kernels(rank, views, algorithm_of(rank.options, muon.param_groups))
     numbers = [kernels._numbers_of(*of) for of in kernels._numbers.values()]
     assert sorted(row[1] for row in numbers) == [tables.bits(0.5), tables.bits(0.95)]
 

@@ -163,8 +163,10 @@ class FaultReport:
 
         `differs`: whether this rank would have taken the step, because its GradScaler found nothing.
         """
-        taken = skipped.logical_not()
-        self._flags.copy_(torch.stack((skipped, taken if differs is None else taken | differs)))
+        self._flags[0].copy_(skipped)
+        torch.logical_not(skipped, out=self._flags[1])
+        if differs is not None:
+            self._flags[1].logical_or_(differs)
 
     def _add_sizes(self, grads: Sequence[Tensor | None]) -> None:
         present = [place for place, parameter in enumerate(self._replicas) if grads[parameter] is not None]
