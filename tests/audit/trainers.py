@@ -352,7 +352,7 @@ def unit_rows(model: nn.Module, step: int) -> None:
 
 
 def clip_values(model: nn.Module, step: int) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
 
 
 def reduce_all_but(model: nn.Module, step: int, skipped: tuple[str, ...] = ()) -> None:

@@ -154,7 +154,7 @@ def _muon(e: Evidence, fits: float) -> Verdict:
     wrong, error = best.wrong, math.hypot(best.error, max(0.0, bent - 0.25))
     if error > VARIANT:
         return Verdict("undecided", error, undecided=f"no sum of the seen gradients explains it (error {error:.2f})")
-    if twice:
+    if twice and error < 2 * fits:
         wrong += (("twice", "Newton-Schulz ran twice, or with twice the steps"),)
     if best.blocks in e.seen.shards:
         wrong += (("per-shard", f"Newton-Schulz ran on each of {math.prod(best.blocks)} shards, not on the matrix"),)
