@@ -220,23 +220,22 @@ def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(nam
     edges = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max, 0.0, -0.0])
     edges[2:3] = torch.tensor([-1], dtype=torch.int32).view(FLOAT32)
     results = []
+    update = MuonAlgorithm.update
+
+    def with_edges(self: MuonAlgorithm, batch: Any, norms: Tensor) -> None:
+        update(self, batch, norms)
+        batch.whole[0, 0, : len(edges)] = edges
+
+    if name == "update":
+        monkeypatch.setattr(MuonAlgorithm, "update", with_edges)
     for kernels in (False, True):
         param = nn.Parameter(torch.ones(16, 24, dtype=BFLOAT16))
-        muon = Muon(
-            [("w", param)], lr=0.02, weight_decay=0.1, expert=Expert(fused=kernels, wire_dtype="float32")
-        ).build()
-        update = MuonAlgorithm.update
-
-        def with_edges(self: MuonAlgorithm, batch: Any, norms: Tensor, update: Any = update) -> None:
-            update(self, batch, norms)
-            batch.whole[0, 0, : len(edges)] = edges
-
-        monkeypatch.setattr(MuonAlgorithm, "update", with_edges if name == "update" else update)
         if name == "weight":
             param.data[0, : len(edges)] = edges.bfloat16()
+        expert = Expert(fused=kernels, wire_dtype="float32", orthogonalize="reference")
+        muon = Muon([("w", param)], lr=0.02, weight_decay=0.1, expert=expert)
         param.grad = torch.randn(16, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
         muon.step()
-        monkeypatch.setattr(MuonAlgorithm, "update", update)
         results.append(param.detach())
     assert same(*results)
     assert results[0][0, 2].isnan()
@@ -246,7 +245,7 @@ def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(nam
 
 
 @needs_interpreter
-def test_a_bucket_has_two_launches_and_no_step_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_of_a_batch_has_five_launches_and_no_step_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, made = Counter[tuple[int, str]](), Counter[int]()
     now = 0  # The step; 0 before.
     run, of = TableLaunch.run, Table.of
@@ -264,8 +263,9 @@ def test_a_bucket_has_two_launches_and_no_step_makes_a_table(monkeypatch: pytest
             tensor.grad = torch.randn(tensor.shape, dtype=tensor.dtype)
         muon.step()
     buckets = len(muon.engine.step.views)
-    assert launches == {(now, kernel): buckets for now in range(1, 4) for kernel in ("advance", "update")}
-    assert made == {0: 2 * buckets}
+    kernels = "advance", "norm_parts", "normalize", "split", "update"
+    assert launches == {(now, kernel): buckets for now in range(1, 4) for kernel in kernels}
+    assert made == {0: 4 * buckets}
 
 
 def stored(view: Tensor) -> ViewPlace:
