@@ -103,3 +103,5 @@ def test_momentum_and_update_of_a_bucket_take_a_launch_each_on_a_gpu() -> None:
     (plain, skippable), buckets = stages.counted("qwen3_8b", "auto"), 3
     assert (plain["advance"], plain["apply"]) == (buckets, buckets)
     assert (plain.total(), skippable) == (90, 94)
+    # torch.optim.Muon has 644.
+    assert stages.counted("one GPU, reference", "auto")[0].total() == 604

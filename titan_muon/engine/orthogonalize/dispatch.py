@@ -158,7 +158,10 @@ class Dispatch:
         """The method for a matrix. Raises OptionError as `with_margin`."""
         candidates = with_margin(self._candidates(rows, cols, len(steps)), steps)
         if self.algorithm == "reference":
-            return candidates[0]
+            (best,) = candidates
+            # On a GPU only the products go matrix by matrix, and larger buckets take fewer launches.
+            batch = 1 if self.device == "cpu" else self.rates.batch_bytes // best.work_bytes(rows, cols, self.device)
+            return replace(best, batch=max(1, batch))
         # Not by timing, because plans would differ between ranks.
         seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
         best = min(candidates, key=lambda method: seconds[method])
