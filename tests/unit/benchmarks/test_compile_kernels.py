@@ -95,13 +95,13 @@ def test_a_gpu_uses_the_tile_with_the_earliest_end_of_its_or_the_oldest_architec
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_a_pass_reads_16_bytes_at_once_without_spills(capability: int, aligned: bool) -> None:
-    from benchmarks.compile_kernels import VECTOR, CompiledPass, compiled_pass, pass_cases
+    from benchmarks.compile_kernels import OPERANDS, VECTOR, CompiledPass, compiled_pass, pass_cases
 
     def compiled_as(flat: bool, kernel: str) -> CompiledPass:
         cases = (case for case in pass_cases() if case.target.capability == capability and case.kernel == kernel)
         return compiled_pass(next(case for case in cases if (case.flat, case.aligned) == (flat, aligned)))
 
-    for kernel in ("momentum", "update"):
+    for kernel in OPERANDS:
         # Rows with strides need the most registers.
         for result in (compiled_as(True, kernel), compiled_as(False, kernel)):
             assert result.faults() == []
