@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -40,11 +41,14 @@ class TableLaunch:
         self.variant(vector, *more, aligned=self.table.aligned and is_aligned).run()
 
     def variant(self, vector: Tensor, *more: Any, aligned: bool) -> Launch:
+        (kernel, options), table = self._compiled, self.table
+        # Single elements take more registers for addresses than vectors.
+        options = {**options, "FLAT": table.flat, "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 4 if aligned else 8}
+        return Launch(kernel, self.grid or (len(table.tiles),), (table.tiles, table.rows, vector, *more), options)
+
+    @cached_property
+    def _compiled(self) -> tuple[Any, dict[str, Any]]:
         # Imported on use, because only CUDA builds of PyTorch include Triton.
         from . import passes
 
-        # Single elements take more registers for addresses than vectors.
-        options = {"FLAT": self.table.flat, "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 4 if aligned else 8}
-        options |= passes.of_triton(self.options)
-        arguments, grid = (self.table.tiles, self.table.rows, vector, *more), self.grid or (len(self.table.tiles),)
-        return Launch(getattr(passes, self.kernel), grid, arguments, options)
+        return getattr(passes, self.kernel), passes.of_triton(self.options)
