@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from titan_muon.engine.layout.intervals import Key, Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
-from titan_muon.engine.program.patterns import PATTERNS, LinkTraffic
+from titan_muon.engine.program.all_to_all import LinkTraffic
+from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.options import Overlap
 from titan_muon.planner.machine import MachineRates
 from titan_muon.planner.timeline import Timeline
@@ -69,20 +70,19 @@ def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none"
 
     With `overlap` the return may take no time in the step.
     """
-    groups = Counter[tuple[int, tuple[int, ...], bool]]()
+    groups = Counter[tuple[int, tuple[int, ...], str]]()
     for bucket in buckets:
         if PATTERNS[bucket.exchange].has_owners:
-            spreads = bucket.exchange == "hierarchical"
-            groups.update((costs.pieces.kinds[matrix], bucket.group, spreads) for matrix in bucket.matrices)
+            groups.update((costs.pieces.kinds[matrix], bucket.group, bucket.exchange) for matrix in bucket.matrices)
     chain_counts = Counter[Chain]()
     hidden: Mapping[Overlap, dict[str, float]] = {"none": {}, "forward": {"scatter": 0.0}}
-    for (kind, group, spreads), count in groups.items():
-        chain = _chain(kind, group, costs, spreads=spreads)
+    for (kind, group, exchange), count in groups.items():
+        chain = _chain(kind, group, costs, exchange)
         chain_counts[chain._replace(**hidden[overlap])] += count
     return chain_counts
 
 
-def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) -> Chain:
+def _chain(kind: int, group: tuple[int, ...], costs: Costs, exchange: str) -> Chain:
     pieces, machine, example = costs.pieces, costs.machine, costs.pieces.examples[kind]
     matrix, wire, holders = pieces.matrices[example], costs.wire_bytes(example), pieces.holders(kind, group)
     gather, scatter = [], []
@@ -94,12 +94,16 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
             [found.elements[place] for place in pieces.places(rank, key)]
             for found, key in zip(keyed, keys, strict=True)
         )
-        way = link_seconds(LinkTraffic(0, 0, part_near - mine, part - part_near), wire, machine)
+        # In two hops all links of the owner's node receive a part.
+        links = pieces.ranks_per_node if exchange == "two_hops" else 1
+        way = link_seconds(LinkTraffic(0, 0, part_near - mine, (part - part_near) // links), wire, machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
         scatter.append(
-            way if spreads else link_seconds(LinkTraffic(total_near - mine, total - total_near, 0, 0), wire, machine)
+            way
+            if exchange in ("hierarchical", "two_hops")
+            else link_seconds(LinkTraffic(total_near - mine, total - total_near, 0, 0), wire, machine)
         )
     work = costs.alone(matrix) + matrix.numel * copied_bytes(wire) / machine.memory
     return Chain(work, min(gather), min(scatter))

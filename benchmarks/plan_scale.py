@@ -37,15 +37,16 @@ from titan_muon.options import Overlap
 from titan_muon.planner.machine import planning_machine
 from titan_muon.planner.summary import summarize
 from titan_muon.planner.timeline import timeline
+from titan_muon.planner.walk import PlanCost
 from titan_muon.trainer.dry_run.meta_model import build_meta_model
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import load
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
-RANKS = (8, 32, 64, 128, 256, 512, 1024)
-EXPERT_PARALLEL = {"qwen3_30b_a3b": (8, 8), "deepseek_v3": (8, 64), "kimi_k2": (8, 64)}
-"""Expert-parallel degree below 64 ranks, and from 64 ranks on."""
+RANKS = (8, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+EXPERT_PARALLEL = {"qwen3_30b_a3b": (8, 8, 64), "deepseek_v3": (8, 64, 64), "kimi_k2": (8, 64, 64)}
+"""Expert-parallel degree below 64 ranks, from 64 ranks on, and from 4,096 on."""
 TOKENS = 8192
 """Tokens of a training step per GPU."""
 TRAINING_FLOPS = 400e12
@@ -83,6 +84,9 @@ class Numbers:
     seconds: float
     overlap: Overlap
     replicas: int
+    exchanges: tuple[str, ...]
+    peers: int
+    messages: int
 
     @property
     def limit_ms(self) -> float:
@@ -138,7 +142,8 @@ def plan_numbers(
 
     `expert_parallel` defaults to EXPERT_PARALLEL. `overlap` is an option of Muon. `replicas`: HSDP's replicas.
     """
-    degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
+    degrees = EXPERT_PARALLEL.get(model, (1, 1, 1))
+    degree = degrees[(ranks >= 64) + (ranks >= 4096)] if expert_parallel is None else expert_parallel
     flags = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
     flags += ["--muon.overlap", overlap, "--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     # QK-clip does not change the plan and excludes `forward`.
@@ -147,10 +152,12 @@ def plan_numbers(
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
-    summary = summarize(plan)
-    seconds = time.process_time() - start
     rates = planning_machine(recipe.machine, "cuda")
-    played = timeline(plan, rates, overlap=overlap)
+    cost = PlanCost.from_plan(plan, rates)
+    summary = summarize(plan, cost)
+    seconds = time.process_time() - start
+    played = timeline(plan, rates, overlap=overlap, cost=cost)
+    peers = [[phase.near_peers + phase.far_peers for s in c for phase in s.totals.phases] for c in cost.by_class]
     return Numbers(
         model=model,
         ranks=ranks,
@@ -179,6 +186,9 @@ def plan_numbers(
         seconds=seconds,
         overlap=overlap,
         replicas=replicas,
+        exchanges=tuple(sorted({bucket.exchange for bucket in plan.buckets})),
+        peers=max(max(of_rank, default=0) for of_rank in peers),
+        messages=max(map(sum, peers)),
     )
 
 
@@ -187,9 +197,9 @@ HEADER = (
     "| step / limit (without passes) | least for whole matrices ms, step / it "
     "| hidden ms | exposed ms (/ Newton-Schulz) "
     "| tail ms (/ training step) "
-    "| busiest rank / least FLOPs | calls | sent MiB mean (max) "
+    "| busiest rank / least FLOPs | calls | peers, messages | sent MiB mean (max) "
     "| buffers + workspace GiB | plan s |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -202,7 +212,8 @@ def row(n: Numbers) -> str:
         f"| {n.least_ms:,.1f}, {n.link_ms:,.1f} | {n.ratio:.2f} ({n.ratio_without_passes:.2f}) "
         f"| {n.whole_ms:,.1f}, {n.step_ms / n.whole_ms:.2f} "
         f"| {n.hidden_ms:,.1f} | {n.exposed_ms:,.1f} ({n.exposed_ratio:.3f}) | {n.tail_ms:,.1f} ({n.tail_ratio:.2%}) "
-        f"| {n.flops_over_bound:.3f} | {n.collectives} | {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) "
+        f"| {n.flops_over_bound:.3f} | {n.collectives} | {n.peers:,}, {n.messages:,} "
+        f"| {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) "
         f"| {n.buffers_gib:.2f} + {n.work_gib:.2f} | {n.seconds:.0f} |"
     )
 

@@ -143,9 +143,12 @@ class Expert:
     ns_kernel: Literal["auto", "plain", "triton"] = "auto"
     """Kernel of symmetric products on GPUs if 16 divides both sides. `auto`: the fastest measured on this GPU."""
 
-    exchange: Annotated[Literal["all_to_all", "all_gather", "all_gather_reduce_scatter"], MAY_CHANGE] = "all_to_all"
-    """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas if faster),
-    `all_gather` to all ranks, which repeat the work, or `all_gather_reduce_scatter` (docs/exchange.md)."""
+    exchange: Annotated[Literal["all_to_all", "two_hops", "all_gather", "all_gather_reduce_scatter"], MAY_CHANGE] = (
+        "all_to_all"
+    )
+    """Collective to assemble a sharded matrix: `all_to_all` to one rank (hierarchical over replicas, and `two_hops`
+    over nodes from 256 ranks on, if faster), `all_gather` to all ranks, which repeat the work, or
+    `all_gather_reduce_scatter` (docs/exchange.md)."""
 
     planner: Annotated[Literal["search", "rule"], MAY_CHANGE] = "search"
     """Owners and rounds: by a `search` for the fastest modelled step on a machine, or by a fixed `rule` without a

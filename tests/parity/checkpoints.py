@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.parity.references import ALGORITHM
-from tests.parity.table import NORMUON_AND_SOAP, SOAP
+from tests.parity.table import NORMUON_AND_SOAP, SOAP, in_hops
 from tests.parity.training import Row, Training, gradients, reference_of
 from titan_muon.engine.tensors.dtensor import copy_rows
 
@@ -32,7 +32,7 @@ class Chain:
 
 def chains() -> list[Chain]:
     """All chains."""
-    shards: tuple[Stage, ...] = ((4, "fsdp", {}), (2, "plain", {}), (1, "plain", {}), (4, "hsdp", {}))
+    shards: tuple[Stage, ...] = ((4, "fsdp", in_hops(2)), (2, "plain", {}), (1, "plain", {}), (4, "hsdp", {}))
     homes: tuple[Stage, ...] = ((4, "owned", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
     replicas: tuple[Stage, ...] = ((4, "owned, hsdp", {}), (2, "fsdp", {}), (4, "owned, hsdp", {}))
     keepers: tuple[Stage, ...] = (

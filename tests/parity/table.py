@@ -9,6 +9,7 @@ from tests.machines import machine_file
 from tests.parity.layouts import DEVICE, FUSED, MATRICES, ODD, STACKS
 from tests.parity.references import ALGORITHM, OTHER_GROUP
 from tests.parity.training import DROP, ELSEWHERE, Row
+from titan_muon.options import Machine
 
 SLOW = machine_file(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 """Slow links, for plans with several buckets in flight."""
@@ -78,7 +79,18 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
-    return [*options(), *owned(), *ranges(), *overlaps(), *faults(), *layouts(), *algorithms(), *batched(), *actions()]
+    return [
+        *options(),
+        *hops(),
+        *owned(),
+        *ranges(),
+        *overlaps(),
+        *faults(),
+        *layouts(),
+        *algorithms(),
+        *batched(),
+        *actions(),
+    ]
 
 
 def exchanged() -> list[Row]:
@@ -166,6 +178,26 @@ def options() -> list[Row]:
             row(f"{kernel} in float32", 2, TWO, options={**FLOAT32, "orthogonalize": kernel}, **CLOSE)
             for kernel in ("auto", "standard", "gram")
         ),
+    ]
+
+
+HOPPING = ("fsdp", "fsdp x tp rows", "fsdp x tp columns", "ep x rows", "tp rows", "tp x ep")
+
+
+def in_hops(ranks_per_node: int, **more: Any) -> Options:
+    return {"exchange": "two_hops", "machine": Machine(ranks_per_node=ranks_per_node), **more}
+
+
+def hops() -> list[Row]:
+    """Two hops through nodes of 4, 2 and 3 ranks, of which the last has 2."""
+    kept = {"release_grads": True, "keep_buffers": True, "buffer_gib": 12_000 / 2**30}
+    forward = {**FORWARD, "exchange": "two_hops", "machine": replace(SLOW, ranks_per_node=2)}
+    return [
+        row("two hops, 2 nodes", 8, HOPPING, options=in_hops(4, **SKIP), proof="two hops"),
+        row("two hops, 4 nodes", 8, HOPPING, options=in_hops(2, **kept), between={0: "reload"}, proof="two hops"),
+        row("two hops, odd", 8, HOPPING[:3], shapes=(*ODD,), options=in_hops(3), proof="two hops"),
+        row("two hops, hsdp", 8, ("fsdp", "hsdp", "hsdp x tp"), options=in_hops(4), proof="hops beside replicas"),
+        row("two hops, forward", layouts=MODULES[::2], options=forward, sharded=True, proof="two hops"),
     ]
 
 

@@ -18,6 +18,7 @@ from tests.dist.harness import World
 from tests.parity.layouts import MATRICES, ODD, ODD_STACKS, STACKS
 from tests.parity.table import FOUR
 from tests.parity.training import DROP, Row, Training, differences
+from titan_muon.options import Machine
 
 SEEDS = 8 * int(os.environ.get("TITAN_MUON_LONG", "1"))
 ACTIONS = ("swap_data", "reload", "new_optimizer", "check")
@@ -50,6 +51,13 @@ def row_of(seed: int) -> Row:
     )
 
 
+def hopping_row_of(seed: int) -> Row:
+    """Two hops through two nodes."""
+    row = row_of(seed)
+    options = {**row.options, "exchange": "two_hops", "machine": Machine(ranks_per_node=2), "replicas": "split"}
+    return replace(row, layouts=("fsdp", *row.layouts), options=options)
+
+
 def bfloat16_row_of(seed: int) -> Row:
     """bfloat16 weights without stochastic rounding, in odd stacks with replicas."""
     row, draw = row_of(seed), random.Random(seed)
@@ -80,7 +88,7 @@ def world() -> Any:
     made.close()
 
 
-@pytest.mark.parametrize("made", [row_of, bfloat16_row_of])
+@pytest.mark.parametrize("made", [row_of, hopping_row_of, bfloat16_row_of])
 def test_random_rows_have_the_bits_of_the_reference(world: World, made: Callable[[int], Row]) -> None:
     refused = 0
     for seed in range(SEEDS):

@@ -1,6 +1,7 @@
 """One row on one rank: train the parameters of a row, and compare them with the row's reference."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from tests.parity.layouts import DEVICE, LAYOUTS, SPLITS, Layout, drawn, like, m
 from tests.parity.references import LR, RATES, REFERENCES, Options, Reference, groups
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, own
+from titan_muon.engine.program.program import make_program
 from titan_muon.engine.tensors.dtensor import copy_rows, own_rows
 
 DROP, ELSEWHERE = "drop", "elsewhere"
@@ -133,6 +135,10 @@ class Training:
 
     def __init__(self, row: Row) -> None:
         self.row, self.model = row, Model(row)
+        # As torchrun would on such nodes.
+        rank, nodes = dist.get_rank(), getattr(row.options.get("machine"), "ranks_per_node", None) or row.world
+        place = rank % nodes
+        os.environ.update(LOCAL_RANK=str(place), LOCAL_WORLD_SIZE=str(min(nodes, row.world - rank + place)))
         self.params = dict(self.model.named_parameters())
         self.muon = self.optimizer(self.params)
         self.forward: nn.Module = self.model
@@ -317,7 +323,17 @@ ACTIONS: dict[str, Callable[[Training], None]] = {
         move_to_host_and_back, move_to_host, check, freeze, thaw,
     )
 }  # fmt: skip
+
+
+def hopping(muon: Muon) -> bool:
+    """Whether pieces pass through another rank."""
+    runs = make_program(muon.plan, dist.get_rank()).buckets
+    return any(run.gathering.hop is not None and run.gathering.travels for run in runs)
+
+
 PROOFS: dict[str, Callable[[Muon], bool]] = {
+    "two hops": hopping,
+    "hops beside replicas": lambda muon: hopping(muon) and "instead of two_hops: replicas" in muon.plan.reason,
     "several buckets": lambda muon: len(muon.plan.buckets) > 2,
     "hierarchical": lambda muon: "hierarchical" in {bucket.exchange for bucket in muon.plan.buckets},
     "batches": lambda muon: any(work.batch > 1 for work in muon.plan.works),

@@ -1,7 +1,7 @@
 """Random parameters, layouts and plans for property tests, and the storage of a layout by PyTorch's placements."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -250,8 +250,7 @@ def plans(
         planner=draw(st.sampled_from(["search", "search", "rule"])),
     )
     plan = first_plan(parameters, machine, options, replace(options, buffer_gib="auto"))
-    if draw(st.booleans()):
-        plan = hierarchical(plan)
+    plan = draw(st.sampled_from([lambda same: same, hierarchical, hopping(2), hopping(3), hopping(4)]))(plan)
     if cut and draw(st.booleans()):
         return recut(plan, Random(draw(st.integers(0, 10**6))))
     return plan
@@ -278,6 +277,16 @@ def hierarchical(plan: Plan) -> Plan:
     """The plan with results spread over replicas by all-gathers, wherever the planner may choose so."""
     chosen = (replace(b, exchange="hierarchical") if b.exchange == "all_to_all" else b for b in plan.buckets)
     return replace(plan, buckets=tuple(chosen))
+
+
+def hopping(ranks_per_node: int) -> Callable[[Plan], Plan]:
+    """The plan in two hops through nodes, wherever the planner may choose so."""
+
+    def hops(plan: Plan) -> Plan:
+        chosen = (replace(b, exchange="two_hops") if b.exchange == "all_to_all" else b for b in plan.buckets)
+        return replace(plan, buckets=tuple(chosen), ranks_per_node=ranks_per_node)
+
+    return hops
 
 
 def recut(plan: Plan, random: Random) -> Plan:

@@ -249,7 +249,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: muon(momentum_warmup_steps=-1), "momentum_warmup_steps = -1 is not accepted"),
     (
         lambda: muon(exchange="all_to_al"),
-        "exchange = ...is not one of all_to_all, all_gather, all_gather_reduce_scatter",
+        "exchange = ...is not one of all_to_all, two_hops, all_gather, all_gather_reduce_scatter",
     ),
     (lambda: muon(on_bad_gradient=None), "on_bad_gradient = None is not one of error, skip_missing, skip_step"),
     (lambda: muon(replicas="both"), "replicas = 'both' is not one of auto, split, redundant"),

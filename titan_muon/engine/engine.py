@@ -38,6 +38,7 @@ from .step.step import LateUpdates, trace_range
 from .tensors.dtensor import is_host, mesh_axes, on_device, storage_device
 from .tensors.matrices import planned
 from .tensors.names import listed
+from .tensors.process_groups import check_node
 from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
 from .tensors.warning import warn
 
@@ -89,6 +90,7 @@ def checked_plan(
             )
         if fault := storage_fault(trained.fqn, trained.param, geometries[index], rank):
             raise ValueError(fault)
+    check_node(plan.ranks_per_node, rank)
     return plan, geometries
 
 

@@ -170,14 +170,21 @@ def buckets_of(
     works: Sequence[Work],
 ) -> tuple[Bucket, ...]:
     """The buckets of rounds. `owners`: None if every holder orthogonalizes."""
+
+    @cache
+    def fallback(kind: int, group: int) -> str:
+        return PATTERNS[exchange].fallback((kind,), groups[group], pieces)
+
     buckets = []
     for number, tasks in enumerate(rounds):
-        # A collective moves elements of one size.
-        alike: dict[tuple[int, int], list[int]] = {}
+        # A collective moves elements of one size, by one way.
+        alike: dict[tuple[int, int, str], list[int]] = {}
         for task in tasks:
             wire_bytes = works[pieces.matrices[task.matrix].work].wire_bytes
-            alike.setdefault((task.group, wire_bytes), []).append(task.matrix)
-        for (group, _), listed in sorted(alike.items()):
+            alike.setdefault((task.group, wire_bytes, fallback(pieces.kinds[task.matrix], task.group)), []).append(
+                task.matrix
+            )
+        for (group, _, _), listed in sorted(alike.items()):
             ranks = () if owners is None else tuple(owners[matrix, group] for matrix in listed)
             buckets.append(Bucket(exchange, groups[group], tuple(listed), ranks, number))
     return tuple(buckets)

@@ -46,6 +46,8 @@ def plan_by_rule(request: PlanRequest) -> Plan:
     matrices, works = matrices_of(request.parameters, geometries, request.work_of)
     local, tasks, groups, load = tasks_of(request.parameters, geometries, matrices, works, options)
     pieces, exchange = Pieces(matrices, geometries), str(options.exchange)
+    if PATTERNS[exchange].knows_nodes:
+        raise OptionError("exchange", f"= {exchange!r} needs the nodes of a machine; set planner = 'search'")
     if exchange == "all_to_all" and has_replicas(tasks, groups, pieces):
         exchange = "hierarchical"
     owners = longest_first(tasks, groups, load) if PATTERNS[exchange].has_owners else None

@@ -23,7 +23,9 @@ from ..engine.layout.intervals import Geometries, Geometry, Ranks, chunk
 from ..engine.layout.types import Matrix, Parameter, Plan, Replicate
 from ..engine.layout.work import WorkOf
 from ..engine.planning import Groups, OwnerOf, Task, by_group, tasks_of
-from ..engine.program.patterns import PATTERNS, Pattern
+from ..engine.program.all_to_all import Pattern
+from ..engine.program.patterns import PATTERNS
+from ..engine.program.two_hops import owning_ranks
 from ..options import MuonOptions
 from .walk import Costs
 
@@ -276,6 +278,28 @@ def among(
     }
     owners = assign(list(narrowed.values()), tuple(narrow), load)
     return {(task.matrix, task.group): owners[new.matrix, new.group] for task, new in narrowed.items()}
+
+
+def across_nodes(assign: Assign, ranks_per_node: int) -> Assign:
+    """Like `assign`, but ties go to another node first, and ranks of a node with missing ranks own nothing."""
+
+    # A few owners side by side would share the network links of a few nodes. With the same local index on every node
+    # they would be in few expert-parallel groups, so each node starts at another one: by the digit sum of its number.
+    def turn(rank: int) -> tuple[int, int]:
+        node, digits = rank // ranks_per_node, 0
+        while node:
+            node, digit = divmod(node, max(2, ranks_per_node))
+            digits += digit
+        return (rank - digits) % ranks_per_node, rank
+
+    def assigned(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+        ranks = sorted({*load, *(rank for group in groups for rank in group)}, key=turn)
+        place = {rank: index for index, rank in enumerate(ranks)}
+        placed = [tuple(sorted(place[rank] for rank in owning_ranks(group, ranks_per_node))) for group in groups]
+        owners = assign(tasks, placed, {place[rank]: flops for rank, flops in load.items()})
+        return {key: ranks[owner] for key, owner in owners.items()}
+
+    return assigned
 
 
 def spread(tasks: Sequence[Task]) -> Iterator[Task]:

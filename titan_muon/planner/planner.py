@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..engine.layout.intervals import Geometries, Pieces
-from ..engine.layout.types import Matrix, Parameter, Plan
+from ..engine.layout.types import Bucket, Matrix, Parameter, Plan
 from ..engine.layout.work import (
     FLOAT32_COST,
     ROUNDING_BYTES,
@@ -27,7 +28,9 @@ from .search import CandidatePlan, fastest_plan
 from .walk import Costs
 
 MUST_SAVE = 0.03
-"""Share of the price that hierarchical returns must save, so that small modelled gains do not decide."""
+"""Share of the price that another pattern must save, so that small modelled gains do not decide."""
+HOPS_FROM = 256
+"""Ranks from which on two hops are tried: below, they save little in the model."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ def make_plan(
     works = _with_full_batches(matrices, works, passes) if rates.host else works
     costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, rates, passes)
     problem, best = _fastest(make_problem(parameters, geometries, options, costs))
+    buckets, fallbacks = _by_their_way(best.buckets, problem)
+    knows_nodes = any(PATTERNS[bucket.exchange].knows_nodes for bucket in buckets)
     reasons = (
         best.reason,
         _hierarchical_reason(problem),
+        *_hops_reasons(problem, fallbacks, found=knows_nodes),
         *separate_reasons(parameters),
         _state_reason(options, parameters),
     )
@@ -71,12 +77,35 @@ def make_plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
         local=problem.local,
-        buckets=best.buckets,
+        buckets=buckets,
         buffer_sets=best.buffer_sets,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
         passes=passes,
+        ranks_per_node=rates.ranks_per_node if knows_nodes else 0,
     )
+
+
+def _by_their_way(buckets: Sequence[Bucket], problem: Problem) -> tuple[tuple[Bucket, ...], Counter[str]]:
+    """The buckets by the pattern that they take, and the matrices that fall back to all_to_all, by cause."""
+    pieces, named, fallbacks = problem.costs.pieces, list[Bucket](), Counter[str]()
+    for bucket in buckets:
+        kinds = {pieces.kinds[matrix] for matrix in bucket.matrices}
+        if cause := problem.pattern.fallback(kinds, bucket.group, pieces):
+            fallbacks[cause] += len(bucket.matrices)
+        named.append(replace(bucket, exchange="all_to_all") if cause else bucket)
+    return tuple(named), fallbacks
+
+
+def _hops_reasons(problem: Problem, fallbacks: Mapping[str, int], *, found: bool) -> Iterator[str]:
+    if found:
+        price = f": at least {MUST_SAVE:.0%} less price (step time and memory) than straight to the owner"
+        yield (
+            "pieces go over the network to the owner's node by the links of all its ranks, then inside the node "
+            f"(two_hops){price if problem.options.exchange == 'all_to_all' else ''}"
+        )
+    for cause, count in fallbacks.items():
+        yield f"{count:,} matrices by all_to_all instead of two_hops: {cause}"
 
 
 def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes: ElementwiseCost) -> tuple[Work, ...]:
@@ -113,6 +142,13 @@ def _variants(problem: Problem) -> Iterator[tuple[Problem, float]]:
     yield problem, 0.0
     if problem.pattern is PATTERNS["all_to_all"] and has_replicas(problem.tasks, problem.groups, pieces):
         yield replace(problem, pattern=PATTERNS["hierarchical"]), MUST_SAVE
+    if problem.pattern is PATTERNS["all_to_all"] and len(pieces.ranks()) >= HOPS_FROM:
+        kinds: dict[int, set[int]] = {}
+        for task in problem.tasks:
+            kinds.setdefault(task.group, set()).add(pieces.kinds[task.matrix])
+        two_hops, groups = PATTERNS["two_hops"], problem.groups
+        if not all(two_hops.fallback(of_group, groups[group], pieces) for group, of_group in kinds.items()):
+            yield replace(problem, pattern=two_hops), MUST_SAVE
 
 
 def _hierarchical_reason(problem: Problem) -> str:

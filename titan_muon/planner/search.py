@@ -14,7 +14,7 @@ from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket
 from ..engine.planning import Groups, OwnerOf, Task, buckets_of, in_order
 from ..options import OptionError
-from .owners import STRATEGIES, Problem, among
+from .owners import STRATEGIES, Problem, across_nodes, among
 from .timeline import Clock, hidden_returns, ordered_rounds
 from .walk import PlanCost
 
@@ -264,7 +264,9 @@ class _Search:
             return None
         if number not in self._owners:
             load, eligible = problem.load, problem.eligible
-            self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, load, eligible)
+            assign, ranks_per_node = STRATEGIES[number], problem.costs.pieces.ranks_per_node
+            assign = across_nodes(assign, ranks_per_node) if problem.pattern.knows_nodes else assign
+            self._owners[number] = among(assign, problem.tasks, problem.groups, load, eligible)
         return self._owners[number]
 
     def _fits(self, candidate: CandidatePlan) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..engine.layout.intervals import Pieces
 from ..engine.layout.types import Bucket, Plan
 from ..engine.layout.work import ElementwiseCost
-from ..engine.program.patterns import NO_TRAFFIC, LinkTraffic
+from ..engine.program.all_to_all import NO_TRAFFIC, LinkTraffic
 from ..engine.program.phases import Act, late_rounds, schedule
 from ..engine.program.program import batches
 from ..options import Overlap
@@ -299,7 +299,7 @@ def _rank_time(cost: PlanCost, alike: int, parts: int, rank: int, end: float, hi
     traffic = [
         in_bytes(phase, share.wire_bytes)
         for share in shares
-        for phase in share.totals.phases[: 1 if share.round >= first_late else None]
+        for phase in share.totals.phases[: share.totals.hops if share.round >= first_late else None]
     ]
     total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
     operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket, Matrix, Plan
 from ..engine.layout.work import ElementwiseCost, Work
-from ..engine.program.patterns import PATTERNS, BucketTotals, KindCounts, LinkTraffic
+from ..engine.program.all_to_all import BucketTotals, KindCounts, LinkTraffic
+from ..engine.program.patterns import PATTERNS
 from ..engine.program.phases import buffer_bytes
 from ..engine.program.program import batch_sizes
 from .machine import BATCH_OPERATORS, MachineRates
@@ -76,7 +77,7 @@ class Costs:
 
     @classmethod
     def from_plan(cls, plan: Plan, machine: MachineRates) -> Costs:
-        pieces = Pieces.from_plan(plan, machine.ranks_per_node)
+        pieces = Pieces.from_plan(plan, plan.ranks_per_node if plan.ranks_per_node else machine.ranks_per_node)
         return cls(pieces, plan.works, machine, plan.passes)
 
     def owned(self, counts: KindCounts) -> OwnedCost:
@@ -274,7 +275,12 @@ def _bucket_shares(bucket: Bucket, costs: Costs) -> BucketShares:
     shares = []
     for mine in known:
         owned = costs.owned(mine.owned)
-        gather, *back = (link_seconds(traffic, wire_bytes, machine) for traffic in mine.phases)
+        links = [link_seconds(traffic, wire_bytes, machine) for traffic in mine.phases]
+        # Phases follow each other. The first has its latency in `BucketCost.latency`.
+        gather, back = (
+            sum(part) + (latency * (len(part) - 1) if any(part) else 0.0)
+            for part in (links[: mine.hops], links[mine.hops :])
+        )
         shares.append(
             Share(
                 round=bucket.round,
@@ -284,8 +290,7 @@ def _bucket_shares(bucket: Bucket, costs: Costs) -> BucketShares:
                 copies=machine.pass_seconds(owned.elements * copied_bytes(wire_bytes)),
                 apply=costs.apply_seconds(mine.stored),
                 gather=gather,
-                # Phases of a return follow each other. The first has its latency in `BucketCost.latency`.
-                back=sum(back) + (latency * (len(back) - 1) if any(back) else 0.0),
+                back=back,
                 wire_bytes=wire_bytes,
             )
         )

@@ -1,8 +1,9 @@
 """A step follows its plan: bytes and calls in c10d, matrices, FLOPs, and memory."""
 
+import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -29,6 +30,7 @@ from titan_muon.engine.layout.types import Plan
 from titan_muon.engine.program.program import BucketProgram, make_program
 from titan_muon.engine.step.views import Batch
 from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.options import Machine
 from titan_muon.planner.summary import summarize
 
 BF16, FP32 = 2, 4
@@ -96,6 +98,13 @@ HIERARCHICAL: dict[str, Any] = {
     "options": {"machine": SLOW_LINKS, "buffer_gib": 6000 / 2**30},
     "exchanges": ("hierarchical",),
 }
+
+
+def in_hops(ranks_per_node: int) -> dict[str, Any]:
+    options = {"machine": Machine(ranks_per_node=ranks_per_node), "exchange": "two_hops"}
+    return {"options": options, "exchanges": ("two_hops",)}
+
+
 CASES: dict[str, Case] = {
     "fsdp": case((4,), (ROWS,), EVEN),
     "fsdp, uneven": case((4,), (ROWS,), UNEVEN),
@@ -112,6 +121,10 @@ CASES: dict[str, Case] = {
     # The replica groups have two axes, and no mesh has a process group of both.
     "hierarchical, four of two": case((2, 2, 2), (COPIES, ROWS, COPIES), MIXED, **HIERARCHICAL),
     "hierarchical, two of two by rows": case((2, 2, 2), (COPIES, *TWICE), MIXED, **HIERARCHICAL),
+    "two hops, 2 nodes": case((8,), (ROWS,), EVEN, **in_hops(4)),
+    "two hops, 4 nodes by rows": case((4, 2), TWICE, UNEVEN, **in_hops(2)),
+    "two hops, 3 nodes": case((8,), (ROWS,), UNEVEN, **in_hops(3)),
+    "two hops, 1,024 ranks": replace(fsdp(1024, 1000, count=8), **in_hops(8)),
     "fsdp, 128 ranks, first": fsdp(128, 0),
     "fsdp, 128 ranks, last": fsdp(128, 127),
     "fsdp, 1,024 ranks": fsdp(1024, 1000, count=8),
@@ -207,6 +220,8 @@ def options_of(exchange: str) -> dict[str, str]:
 
 def count_cases(rank: int, world_size: int) -> dict[tuple[str, str], tuple[Plan, list[Counted]]]:
     """Two steps of every case of this world with every exchange."""
+    # Ranks may play several nodes, unlike those of torchrun.
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
     counted = {}
     for name, exchange in TRIED:
         if (CASES[name].world, CASES[name].rank) == (world_size, None):
@@ -235,7 +250,7 @@ def counts_of(name: str, exchange: str) -> tuple[Plan, dict[int, Counted]]:
 def extra_calls(run: BucketProgram) -> int:
     """gloo gathers equal parts only; a ragged gather is a broadcast of each part that is not empty."""
     splits = run.gathering.owned_splits
-    if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
+    if run.bucket.exchange in ("all_to_all", "two_hops") or len(set(splits)) == 1:
         return 0
     return sum(split > 0 for split in splits) - 1
 

@@ -32,8 +32,17 @@ from titan_muon.engine.program.phases import Act
 from titan_muon.engine.program.program import BucketProgram, Collective, Phase, make_program
 
 GATHER, RETURN, SPREAD = "gather", "return", "spread"
+OVER_RAIL, IN_NODE, BACK_IN_NODE, BACK_OVER_RAIL = "over rail", "in node", "back in node", "back over rail"
+HOPS = {GATHER: (OVER_RAIL, IN_NODE), RETURN: (BACK_IN_NODE, BACK_OVER_RAIL)}
 SEPARATE = 10**6
 """Tensors of one name on separate coordinates differ by multiples of this value."""
+SIDES = {
+    OVER_RAIL: ("home", "arriving"),
+    IN_NODE: ("departing", "owned"),
+    BACK_IN_NODE: ("owned", "departing"),
+    BACK_OVER_RAIL: ("arriving", "home"),
+}
+"""The buffers that a hop sends and receives."""
 Key = tuple[int, str, tuple[int, ...]]
 """A collective: bucket, kind, and ranks."""
 
@@ -158,7 +167,7 @@ class Rank:
             if self.program.buckets[index].local:
                 self._local(act, self.program.buckets[index])
             elif act is Act.GATHER:
-                self._gather(index)
+                yield from self._gather(index)
             elif act is Act.ORTHOGONALIZE:
                 yield from self._orthogonalize(index)
             else:
@@ -185,14 +194,34 @@ class Rank:
         if act is Act.APPLY:
             self.local = None
 
-    def _gather(self, index: int) -> None:
+    def _gather(self, index: int) -> Iterator[Key]:
         buffers = self.buffers[index]
         for piece in buffers.stored:
             self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
-        self.world.launch(self.rank, self._key(index, GATHER))
+        yield from self._send(index, GATHER)
+
+    def _send(self, index: int, which: str) -> Iterator[Key]:
+        if self._phase(index, which).hop is None:
+            self.world.launch(self.rank, self._key(index, which))
+            return
+        # On gloo the host waits between the hops.
+        first, second = (self._key(index, hop) for hop in HOPS[which])
+        self.world.launch(self.rank, first)
+        yield from self._wait(first)
+        passed = self.buffers[index].passed
+        assert passed is not None
+        ends = (passed.leaving, passed.arrived) if which == GATHER else (passed.arrived, passed.leaving)
+        for target, source in zip(*ends, strict=True):
+            target.copy_(source)
+        self.world.launch(self.rank, second)
+
+    def _last(self, index: int, which: str) -> Key:
+        """The last collective of a gather or return."""
+        hops = HOPS[which] if self._phase(index, which).hop is not None else (which,)
+        return self._key(index, hops[-1])
 
     def _orthogonalize(self, index: int) -> Iterator[Key]:
-        yield from self._wait(self._key(index, GATHER))
+        yield from self._wait(self._last(index, GATHER))
         buffers = self.buffers[index]
         if buffers.cleared is not None:
             buffers.cleared.zero_()
@@ -212,15 +241,15 @@ class Rank:
                     target.view[span.piece].copy_(orthogonalized(result)[span.whole])
         run = self.program.buckets[index]
         if run.returning is not None:
-            self.world.launch(self.rank, self._key(index, RETURN))
+            yield from self._send(index, RETURN)
         if run.replica_gather is not None:
-            yield from self._wait(self._key(index, RETURN))
+            yield from self._wait(self._last(index, RETURN))
             self.world.launch(self.rank, self._key(index, SPREAD))
 
     def _apply(self, index: int) -> Iterator[Key]:
         run = self.program.buckets[index]
         if run.returning is not None:
-            yield from self._wait(self._key(index, RETURN if run.replica_gather is None else SPREAD))
+            yield from self._wait(self._last(index, RETURN) if run.replica_gather is None else self._key(index, SPREAD))
         for piece in self.buffers[index].stored:
             assert piece.view is not None
             self._update(piece.matrix, piece.spans, piece.view, packed=True)
@@ -242,11 +271,14 @@ class Rank:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
     def _key(self, index: int, which: str) -> Key:
+        hop = self._phase(index, which).hop
+        if hop is not None and which not in (GATHER, RETURN, SPREAD):
+            return self.buckets[index], which, hop.rail if which in (OVER_RAIL, BACK_OVER_RAIL) else hop.node
         return self.buckets[index], which, self._phase(index, which).group
 
     def _phase(self, index: int, which: str) -> Phase:
         run = self.program.buckets[index]
-        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[which]
+        phase = {RETURN: run.returning, SPREAD: run.replica_gather}.get(which, run.gathering)
         assert phase is not None
         return phase
 
@@ -254,8 +286,25 @@ class Rank:
         index = self.buckets.index(collective[0])
         return self._phase(index, collective[1]), self.buffers[index]
 
+    def _sides(self, collective: Key) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The buffer and the splits that a hop sends, and those that it receives."""
+        phase, buffers = self._memory(collective)
+        hop, passed = phase.hop, buffers.passed
+        assert hop is not None
+        assert passed is not None
+        sides = {
+            "home": (buffers.home[phase.kept :], hop.home_splits),
+            "arriving": (passed.arriving, hop.arriving_splits),
+            "departing": (passed.departing, hop.departing_splits),
+            "owned": (buffers.results if collective[1] == BACK_IN_NODE else buffers.inbox, hop.owned_splits),
+        }
+        return [(sides[name][0][: sum(sides[name][1])], sides[name][1]) for name in SIDES[collective[1]]]
+
     def sent(self, collective: Key) -> list[Tensor]:
         """Elements sent from this rank to each rank of the group."""
+        if collective[1] in SIDES:
+            (buffer, splits), _ = self._sides(collective)
+            return [part.clone() for part in buffer.split(list(splits))]
         phase, buffers = self._memory(collective)
         if phase.collective is Collective.ALL_GATHER:
             return [buffers.home[: phase.home_numel].clone()] * len(phase.group)
@@ -266,6 +315,8 @@ class Rank:
 
     def output(self, collective: Key) -> Tensor:
         """Where this rank receives."""
+        if collective[1] in SIDES:
+            return self._sides(collective)[1][0]
         phase, buffers = self._memory(collective)
         if collective[1] == SPREAD:
             return buffers.shared[: sum(phase.owned_splits)]
@@ -277,6 +328,8 @@ class Rank:
 
     def received(self, collective: Key) -> tuple[int, ...]:
         """Elements expected from each rank of the group."""
+        if collective[1] in SIDES:
+            return self._sides(collective)[1][1]
         phase, _ = self._memory(collective)
         return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 

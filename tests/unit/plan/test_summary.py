@@ -39,7 +39,7 @@ from titan_muon.engine.layout.types import (
     StridedShard,
 )
 from titan_muon.engine.layout.work import standard_flops
-from titan_muon.engine.program import patterns
+from titan_muon.engine.program import all_to_all
 from titan_muon.engine.program.program import BucketProgram, Program, batches, make_program
 from titan_muon.options import MuonOptions, OptionError
 from titan_muon.planner.planner import make_plan
@@ -77,7 +77,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
             # Calls for the momentum and for the weights: float32, of 2**23 elements or a row.
             4 * min(max(stored, default=0), 2**23),
         ),
-        collectives=sum(phase.travels for run in program.buckets for phase in run.phases),
+        collectives=sum(phase.travels * len(phase.groups) for run in program.buckets for phase in run.phases),
         buckets=len(stored),
         bucket_elements=max(stored, default=0),
         state_elements=sum(stored),
@@ -100,9 +100,14 @@ def iteration_bytes(plan: Plan, parts: list[list[Matrix]]) -> int:
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements sent and received by a rank in a run."""
-    if run.bucket.exchange in ("all_to_all", "hierarchical"):
+    if run.bucket.exchange in ("all_to_all", "hierarchical", "two_hops"):
         assert run.returning is not None
         gathering, back = run.gathering, run.returning
+        if (hop := gathering.hop) is not None:
+            rail, node = hop.rail.index(rank), hop.node.index(rank)
+            ends = ((hop.home_splits, rail), (hop.departing_splits, node), (hop.arriving_splits, rail))
+            both = sum(sum(splits) - splits[me] for splits, me in (*ends, (hop.owned_splits, node)))
+            return both, both
         sent = sum(gathering.home_splits) + sum(back.owned_splits)
         received = sum(gathering.owned_splits) + sum(back.home_splits)
         if (shared := run.replica_gather) is None:
@@ -178,7 +183,7 @@ def test_planning_makes_few_objects_for_ranks_that_are_alike(monkeypatch: pytest
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **words: (made.update([name]), function(*args, **words))[1])
 
-    counted_calls(patterns, "_Flow")
+    counted_calls(all_to_all, "_Flow")
     counted_calls(Geometry, "_pieces_of")
     before = Counter[str]()
     for ranks in (2048, 8192):

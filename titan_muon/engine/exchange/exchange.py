@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layout.intervals import Span, spans
 from ..layout.types import Plan
-from ..program.phases import BucketProgram, Collective, Parcel, Phase, aligned
+from ..program.phases import BucketProgram, Collective, Hop, Parcel, Phase, aligned
 from ..program.program import Program
 from ..tensors.dtensor import is_host
 from .agreement import Agreement
@@ -94,6 +94,15 @@ class BufferPiece(NamedTuple):
     view: Tensor | None
 
 
+class PassedOn(NamedTuple):
+    """What passes through this rank between two hops: buffers, and the same parts as they arrive and as they leave."""
+
+    arriving: Tensor
+    departing: Tensor
+    arrived: list[Tensor]
+    leaving: list[Tensor]
+
+
 @dataclass(frozen=True)
 class BucketBuffers:
     """The flat buffers of a bucket in flight, all parts of the bytes of `block`, and this rank's pieces in them.
@@ -108,6 +117,7 @@ class BucketBuffers:
         sources: gathered pieces by matrix.
         targets: by matrix, the views for orthogonalized pieces.
         cleared: buffer to zero before the targets are filled, or None.
+        passed: of two hops.
     """
 
     block: Tensor
@@ -120,6 +130,7 @@ class BucketBuffers:
     sources: Mapping[int, tuple[BufferPiece, ...]]
     targets: Mapping[int, tuple[BufferPiece, ...]]
     cleared: Tensor | None
+    passed: PassedOn | None = None
 
 
 def bucket_buffers(
@@ -131,19 +142,19 @@ def bucket_buffers(
     for (place, run), dtype in zip(travelling, dtypes, strict=False):
         parts = [dtype.itemsize * aligned(numel) for numel in _numels(run)]
         sizes[place] = tuple(map(max, sizes.get(place, parts), parts))
-    # A single block is easier to allocate than four.
+    # A single block is easier to allocate than several.
     blocks = {place: torch.empty(sum(parts), device=device, dtype=torch.uint8) for place, parts in sizes.items()}
     made = list[BucketBuffers | None]()
     for (place, run), dtype in zip(travelling, dtypes, strict=False):
         in_block = zip(blocks[place].split(sizes[place]), _numels(run), strict=True)
-        made.append(_in_block(run, program.rank, blocks[place], *(p.view(dtype)[:numel] for p, numel in in_block)))
+        made.append(_in_block(run, program.rank, blocks[place], (p.view(dtype)[:numel] for p, numel in in_block)))
     return (*made, *[None] * len(program.local))
 
 
-def _in_block(
-    run: BucketProgram, rank: int, block: Tensor, home: Tensor, inbox: Tensor, outbox: Tensor, shared: Tensor
-) -> BucketBuffers:
-    gathering, returning = run.gathering, run.returning
+def _in_block(run: BucketProgram, rank: int, block: Tensor, parts: Iterable[Tensor]) -> BucketBuffers:
+    """`parts` of the block: as `_numels`."""
+    home, inbox, outbox, shared, arriving, departing = parts
+    gathering, returning, hop = run.gathering, run.returning, run.gathering.hop
     results = inbox if run.mirrored else outbox
     stored = _pieces(run.stored, home if run.replica_gather is None else shared)
     targets: Mapping[int, tuple[BufferPiece, ...]]
@@ -156,7 +167,11 @@ def _in_block(
     # A reduce-scatter sums results, so matrices of other owners need zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     sources, cleared = _by_matrix(run, gathering, inbox, home, rank), outbox if summed else None
-    return BucketBuffers(block, home, inbox, results, shared, stored, packed, sources, targets, cleared)
+    passed = None
+    if hop is not None:
+        arrived = [arriving[start : start + numel] for start, _, numel in hop.copies]
+        passed = PassedOn(arriving, departing, arrived, [departing[at : at + numel] for _, at, numel in hop.copies])
+    return BucketBuffers(block, home, inbox, results, shared, stored, packed, sources, targets, cleared, passed)
 
 
 def _by_matrix(
@@ -199,8 +214,8 @@ def wire_dtypes(plan: Plan, program: Program) -> tuple[torch.dtype, ...]:
     return tuple(WIRE_DTYPES[plan.wire_bytes(run.bucket)] for run in program.buckets)
 
 
-def _numels(run: BucketProgram) -> tuple[int, int, int, int]:
-    """Elements of the four buffers of a set."""
+def _numels(run: BucketProgram) -> tuple[int, ...]:
+    """Elements of the buffers of a set."""
     returned, spread = run.returning, run.replica_gather
     return (
         max(phase.home_numel for phase in (run.gathering, returned) if phase is not None),
@@ -208,6 +223,8 @@ def _numels(run: BucketProgram) -> tuple[int, int, int, int]:
         # A mirrored return overwrites the received pieces: no second buffer.
         0 if returned is None or run.mirrored else returned.owned_numel,
         0 if spread is None else spread.owned_numel,
+        run.gathering.passed,
+        run.gathering.passed,
     )
 
 
@@ -241,7 +258,8 @@ class Collectives:
     ) -> list[dist.Work]:
         """Send part i of `input` to rank i, and fill `output` with the received parts."""
         output, input = output[: sum(output_splits)], input[: sum(input_splits)]
-        self.traffic.add(input.nbytes)
+        # Of two hops, a rail has parts for this rank itself, and so has a node.
+        self.traffic.add(input.nbytes - input_splits[dist.get_rank(group)] * input.element_size())
         splits = list(output_splits), list(input_splits)
         return [dist.all_to_all_single(output, input, *splits, group=group, async_op=True)]
 
@@ -304,7 +322,7 @@ class Exchange:
     def __init__(self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement) -> None:
         self._runs, self.collectives = program.buckets, collectives
         self._buffers = {index: bucket for index, bucket in enumerate(buffers.buckets) if bucket is not None}
-        groups = (phase.group for run in self._runs for phase in run.phases[:2] if phase.travels)
+        groups = (ranks for run in self._runs for phase in run.phases[:2] if phase.travels for ranks in phase.groups)
         self._groups = {ranks: agreement.group(ranks) for ranks in groups}
         gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
         self._replica_groups = {phase.group: agreement.group(phase.group) for phase in gathers if phase.travels}
@@ -338,12 +356,14 @@ class Exchange:
         phase = self._runs[index].gathering
         if not phase.travels:
             return
-        buffers, group = self._buffers[index], self._groups[phase.group]
-        if phase.collective is Collective.ALL_TO_ALL:
-            sent = buffers.home[phase.kept :]
+        buffers = self._buffers[index]
+        if phase.hop is not None:
+            works = self._gather_in_hops(phase.hop, buffers.home[phase.kept :], buffers)
+        elif phase.collective is Collective.ALL_TO_ALL:
+            sent, group = buffers.home[phase.kept :], self._groups[phase.group]
             works = self.collectives.all_to_all(buffers.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:
-            sent = buffers.home[: phase.home_numel]
+            sent, group = buffers.home[: phase.home_numel], self._groups[phase.group]
             works = self.collectives.all_gather(buffers.inbox, phase.owned_splits, sent, group)
         self._pending[index] = works
 
@@ -352,29 +372,59 @@ class Exchange:
         run = self._runs[index]
         phase, works = run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
-            buffers, group = self._buffers[index], self._groups[phase.group]
-            if phase.collective is Collective.ALL_TO_ALL:
-                received = buffers.home[phase.kept :]
+            buffers = self._buffers[index]
+            if phase.hop is not None:
+                works = self._return_in_hops(phase.hop, buffers.home[phase.kept :], buffers)
+            elif phase.collective is Collective.ALL_TO_ALL:
+                received, group = buffers.home[phase.kept :], self._groups[phase.group]
                 works = self.collectives.all_to_all(
                     received, phase.home_splits, buffers.results, phase.owned_splits, group
                 )
             else:
-                received = buffers.home[: phase.home_numel]
+                received, group = buffers.home[: phase.home_numel], self._groups[phase.group]
                 works = self.collectives.reduce_scatter(received, phase.owned_splits, buffers.results, group)
         if run.replica_gather is not None and run.replica_gather.travels:
             works = self._spread(run.replica_gather, self._buffers[index], works)
         if works:
             self._pending[index] = works
 
+    def _gather_in_hops(self, hop: Hop, home: Tensor, buffers: BucketBuffers) -> list[dist.Work]:
+        passed, rail, node = buffers.passed, self._groups[hop.rail], self._groups[hop.node]
+        assert passed is not None, "a phase with hops has their buffers"
+        works = self.collectives.all_to_all(passed.arriving, hop.arriving_splits, home, hop.home_splits, rail)
+        with self._behind(works):
+            if passed.arrived:
+                torch._foreach_copy_(passed.leaving, passed.arrived)
+            return self.collectives.all_to_all(
+                buffers.inbox, hop.owned_splits, passed.departing, hop.departing_splits, node
+            )
+
+    def _return_in_hops(self, hop: Hop, home: Tensor, buffers: BucketBuffers) -> list[dist.Work]:
+        passed, rail, node = buffers.passed, self._groups[hop.rail], self._groups[hop.node]
+        assert passed is not None, "a phase with hops has their buffers"
+        works = self.collectives.all_to_all(
+            passed.departing, hop.departing_splits, buffers.results, hop.owned_splits, node
+        )
+        with self._behind(works):
+            if passed.arrived:
+                torch._foreach_copy_(passed.arrived, passed.leaving)
+            return self.collectives.all_to_all(home, hop.home_splits, passed.arriving, hop.arriving_splits, rail)
+
     def _spread(self, phase: Phase, buffers: BucketBuffers, before: Sequence[dist.Work]) -> list[dist.Work]:
-        # On a separate stream, so that the computing stream goes on with the next round.
-        self._stream.wait_stream(self._module.current_stream())
-        with self._module.stream(self._stream):
-            wait_all(before)
+        with self._behind(before):
             group = self._replica_groups[phase.group]
             return self.collectives.all_gather(
                 buffers.shared, phase.owned_splits, buffers.home[: phase.home_numel], group
             )
+
+    @contextmanager
+    def _behind(self, works: Sequence[dist.Work]) -> Iterator[None]:
+        """A stream behind this one and the works; on gloo the host waits for these."""
+        # On a separate stream, so that the computing stream goes on with the next round.
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            wait_all(works)
+            yield
 
     def wait(self, index: int) -> None:
         with self.timer:

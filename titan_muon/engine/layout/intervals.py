@@ -363,7 +363,7 @@ class Pieces:
         return self.geometry(matrix).pieces(rank).get(self.matrices[matrix].index)
 
     def node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        return rank // self.ranks_per_node if self.ranks_per_node else 0
 
     def nodes(self, kinds: tuple[int, ...], group: Ranks) -> list[tuple[list[int], list[int]]]:
         """The ranks of each node, and their holdings: equal numbers hold equal pieces of these kinds, as replicas."""

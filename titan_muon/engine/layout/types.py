@@ -244,6 +244,7 @@ class Plan:
         buckets: in the order of a rank's step.
         buffer_sets: rounds with buffers at the same time.
         reason: notes for the user.
+        ranks_per_node: of the nodes that a pattern knows; 0 if none does.
     """
 
     parameters: tuple[Parameter, ...]
@@ -254,6 +255,7 @@ class Plan:
     works: tuple[Work, ...]
     reason: str = ""
     passes: ElementwiseCost = FLOAT32_COST
+    ranks_per_node: int = 0
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """Of an element of the bucket in transit."""

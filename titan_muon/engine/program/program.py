@@ -49,7 +49,8 @@ class Program:
 
 def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], set[Ranks]]:
     """The ranks of each gather and return, and of each collective over replicas."""
-    pieces, patterns = Pieces(plan.matrices, geometries), [(PATTERNS[b.exchange], b) for b in plan.buckets]
+    pieces = Pieces(plan.matrices, geometries, plan.ranks_per_node)
+    patterns = [(PATTERNS[b.exchange], b) for b in plan.buckets]
     return (
         {ranks for pattern, bucket in patterns for ranks in pattern.groups(bucket, pieces)},
         {ranks for pattern, bucket in patterns for ranks in pattern.replica_groups(bucket, pieces)},
@@ -80,7 +81,8 @@ def orthogonalizing_ranks(plan: Plan, geometries: Geometries) -> list[Ranks]:
 
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:
     """The program of `rank`."""
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters) if geometries is None else geometries)
+    geometries = Geometries(plan.parameters) if geometries is None else geometries
+    pieces = Pieces(plan.matrices, geometries, plan.ranks_per_node)
     buckets = tuple(PATTERNS[b.exchange].program(b, rank, pieces) for b in plan.buckets if rank in b.group)
     rounds = tuple(
         tuple(i for i, program in enumerate(buckets) if program.bucket.round == number) for number in range(plan.rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -94,6 +95,21 @@ def fast_options(device: str, timeout: timedelta | None, group: dist.ProcessGrou
         # Without the same value in the options, new_group warns.
         options._timeout = timeout
     return options
+
+
+def check_node(size: int, rank: int) -> None:
+    """Raise ValueError if this rank has another place in its node, by torchrun, than with nodes of `size` (0: any)."""
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not size or not dist.is_initialized() or any(name not in os.environ for name in names):
+        return
+    place = rank % size
+    planned = place, min(size, dist.get_world_size() - rank + place)
+    if planned != (here := tuple(int(os.environ[name]) for name in names)):
+        raise ValueError(
+            f"the exchange goes by nodes of {size} ranks, where rank {rank} is number {planned[0]} of {planned[1]}; "
+            f"torchrun started it as number {here[0]} of {here[1]}: set machine.ranks_per_node to the ranks of a node, "
+            "and number ranks node by node"
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from titan_muon.trainer.recipe.degrees import degrees_in_use
 MOST_OVERHEAD = 1.0
 MEMORY_ERROR = 0.1
 """Assumed relative error of the memory estimate."""
-EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical")
+EXCHANGES_BETWEEN_ALL = ("all_to_all", "hierarchical", "two_hops")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
         between_all.add(tuple(range(experts)))
     peers = sum(min(machine.ranks_per_node, len(group)) - 1 for group in between_all)
     groups = len(degrees_in_use(recipe)) + sum(len(group) > 1 for group in between_all)
+    # The rails are communicators too.
+    groups += len({b.group for b in buckets if b.exchange == "two_hops" and meta.ranks[0] in b.group})
     return sizes.context + groups * sizes.group + peers * sizes.near_peer
 
 
