@@ -27,7 +27,7 @@ ACTIONS = ("swap_data", "reload", "new_optimizer", "check")
 def row_of(seed: int) -> Row:
     draw = random.Random(seed)
     layouts = tuple(draw.choice((*FOUR, "tp rows", "tp x ep", "fsdp beside tp")) for _ in range(draw.randint(1, 3)))
-    shapes = tuple(draw.sample([*MATRICES, *STACKS, *ODD], draw.randint(1, 4)))
+    shapes = tuple(draw.sample([*MATRICES, *STACKS, *ODD], draw.randint(2, 4)))
     exchange = draw.choice(("all_to_all", "all_to_all", "all_gather", "all_gather_reduce_scatter"))
     options: dict[str, Any] = {
         "exchange": exchange,
@@ -54,8 +54,8 @@ def row_of(seed: int) -> Row:
 def hopping_row_of(seed: int) -> Row:
     """Two hops through two nodes."""
     row = row_of(seed)
-    options = {**row.options, "exchange": "two_hops", "machine": Machine(ranks_per_node=2), "replicas": "split"}
-    return replace(row, layouts=("fsdp", *row.layouts), options=options)
+    hops = {"exchange": "two_hops", "machine": Machine(ranks_per_node=2), "replicas": "split", "state": "replicated"}
+    return replace(row, layouts=("fsdp", *row.layouts), options={**row.options, **hops})
 
 
 def bfloat16_row_of(seed: int) -> Row:
