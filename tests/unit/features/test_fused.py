@@ -201,7 +201,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
         ({"on_bad_gradient": "skip_missing"}, without_gradient),
         ({"on_bad_gradient": "skip_step"}, without_gradient),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_options_have_the_bits_of_the_foreach_operators(options: dict[str, Any], change: Change | None) -> None:
     row: dict[str, Any] = {

@@ -126,13 +126,14 @@ def iterate_normalized(
     """`iterate` from `normalized` matrices. Returns the result, which is in `x` or in `spare`."""
     dtype, side = x.dtype, min(x.size(1), x.size(2))
     squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
+    tall = x.size(1) > x.size(2)
     for first, last in pairwise(accumulate(runs, initial=0)):
-        wide = smaller_first(x)
+        wide = x.mT if tall else x
         product(wide, wide.mT, alpha=start_norm(dtype) ** -2, out=squares[0])
         beta, q = _polynomial(steps[first:last], squares, product)
         scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
         # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
-        left, right = (x, q) if x.size(1) > x.size(2) else (q, x)
+        left, right = (x, q) if tall else (q, x)
         plain(left, right, None if beta == 0 else x, alpha=scale, beta=beta * scale, out=spare)
         x, spare = spare, x
     return x
@@ -201,8 +202,3 @@ def normalized(stack: Tensor, eps: float, dtype: torch.dtype, norms: Tensor | No
     if dtype == torch.float16:
         scale.mul_(FLOAT16_NORM)
     return torch.mul(stack, scale, out=torch.empty(stack.shape, dtype=dtype, device=stack.device))
-
-
-def smaller_first(x: Tensor) -> Tensor:
-    """A transposed view for tall matrices."""
-    return x.mT if x.size(1) > x.size(2) else x
