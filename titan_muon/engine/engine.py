@@ -349,8 +349,8 @@ class Engine:
             rank.report.add_skipped(scaling.skipped, scaling.differs)
             if parts.passes is not None:
                 gradients = replace(gradients, scaling=scaling)
-            elif scaling.skipped:
-                # The host waits for the flag, because no kernels read the flag.
+            elif scaling.skipped:  # The host waits for the flag, because no kernels read the flag.
+                gradients.release(range(len(gradients.grads)) if rank.options.release_grads else ())
                 rank.report.begin([None] * len(gradients.grads))
                 return rank.report.send()
             else:
