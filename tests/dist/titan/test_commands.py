@@ -38,6 +38,7 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} benchmarks/compile_kernels.py --help": r".*\S",
     f"{PYTHON} benchmarks/host_cost.py --help": r".*\S",
     f"{PYTHON} -m benchmarks.step_counts --help": r".*\S",
+    f"{PYTHON} -m benchmarks.stages --help": r".*\S",
 }
 """Last line of the output by command."""
 

@@ -76,7 +76,8 @@ def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, 
 def test_launches_of_a_step_are_counted_without_a_cuda_build() -> None:
     counts = count_launches.counted(count_launches.Row("llama", 4, 1))
     assert counts.collectives > 0
-    assert counts.operators <= counts.launches < counts.entries
+    # With kernels no operator takes the long lists.
+    assert 0 < counts.entries < counts.operators <= counts.launches
 
 
 def test_host_cost_measures_both_optimizers() -> None:

@@ -63,7 +63,7 @@ REFUSED = [
     ("placement.tp_pieces = 'whole'", "placement.tp_pieces was removed", "leave it out, and each rank keeps its piece"),
     ("data.tokenizer = 'hf'", "data.tokenizer_path is missing", 'because data.tokenizer = "hf"'),
     ("data.token_marks = [0]", "data.token_marks = [0]", 'its default only, unless data.source is "files"'),
-    ("muon.expert.exchange = 'gather'", 'muon.expert.exchange = "gather"', 'one of "all_to_all", "all_gather"'),
+    ("muon.expert.exchange = 'gather'", 'muon.expert.exchange = "gather"', 'one of "all_to_all", "two_hops"'),
     ("muon.ns_coefficients = 'polar_expres'", '= "polar_expres" is not', 'Did you mean "polar_express"?'),
     # Rules.
     (f"placement.muon = 'x'\n{PLACED}'owned'", "placement.rule = [", 'none, unless placement.muon is "shard0" or'),
