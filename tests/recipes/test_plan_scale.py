@@ -17,7 +17,7 @@ plan_numbers = cache(planned)
 # slower links owners are even by bytes. benchmarks/plan_scale.py has all worlds.
 # Limits: FLOPs of the busiest rank over their bound; the modelled step without passes over its bound; the step over the
 # bound for whole matrices. Whole matrices do not divide evenly, and the first gather and the last return are exposed:
-# the part above 1.
+# the part above 1. It grows where the passes get shorter, because links hide behind them.
 WORLDS = [
     ("qwen3_8b", 8, 1.11, 1.01, 1.01),
     ("qwen3_8b", 64, 1.11, 1.29, 1.09),
@@ -30,7 +30,7 @@ WORLDS = [
     ("deepseek_v3", 64, 1.11, None, None),
     # 77,354 matrices, including heads of attention. No limit for FLOPs: with owners even by FLOPs and as many
     # rounds, a step would take 200 ms instead of 187, because the links take longer than Newton-Schulz.
-    pytest.param("kimi_k2", 512, None, 0.97, 1.19, marks=pytest.mark.slow),
+    pytest.param("kimi_k2", 512, None, 0.97, 1.20, marks=pytest.mark.slow),
 ]
 
 
