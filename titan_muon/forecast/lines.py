@@ -180,7 +180,7 @@ def _method_lines(plan: Plan, *, reasons: bool) -> Iterable[str]:
     counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
     for index in dict.fromkeys(index for index, _ in counts):
         work = plan.works[index]
-        shapes = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)
+        shapes = ", ".join(f"{count:,} of {shape}" for (place, shape), count in counts.items() if place == index)
         yield f"  orthogonalized  {shapes} by {work.method}{f': {work.reason}' if work.reason and reasons else ''}"
 
 

@@ -56,7 +56,7 @@ class Kernels:
         self._rank, self._views, self._cautious = rank, views, algorithm.options.cautious
         self._groups, count = group_numbers(rank), len(rank.storage)
         self._numbers: dict[tuple[int, tuple[int, int]], Numbers] = {}
-        for call in (call for of in views for call in of.updates):
+        for call in (call for bucket in views for call in bucket.updates):
             parameter = call.parts[0].parameter
             own, key = algorithm.for_parameter(parameter), (self._groups[parameter], call.out_in)
             gathering, returning = own.gathering, own.returning
@@ -68,9 +68,9 @@ class Kernels:
         self._storages: dict[UntypedStorage, int] = {}
         planned = (trained.param.grad_dtype for trained in rank.params)
         self._dtypes = [dtype or trained.param.dtype for dtype, trained in zip(planned, rank.params, strict=True)]
-        self._advances = [self._launches("advance", map(self._momentum_rows, of.gathers)) for of in views]
-        self._updates = [self._launches("update", map(self._update_rows, of.updates)) for of in views]
-        self._batches = [self._batch_launches(of, algorithm) for of in views]
+        self._advances = self._momentum_launches()
+        self._updates = [self._launches("update", map(self._update_rows, bucket.updates)) for bucket in views]
+        self._batches = [self._batch_launches(bucket, algorithm) for bucket in views]
         words = self._flags + count + GROUP_WORDS * len(self._words) + len(self._storages)
         self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
         self._copies: list[Tensor] = []
@@ -83,9 +83,12 @@ class Kernels:
         kinds: dict[tuple[Kind, bool], list[Row]] = {}
         for kind, row in chain.from_iterable(rows):
             kinds.setdefault((kind, row.aligned), []).append(row)
-        made = ((dict(kind), Table.of(of)) for (kind, _), of in kinds.items())
+        made = ((dict(kind), Table.of(alike)) for (kind, _), alike in kinds.items())
         send = self._rank.on_device
         return [TableLaunch(kernel, table.on(send), options) for options, table in made if len(table.tiles)]
+
+    def _momentum_launches(self) -> list[list[TableLaunch]]:
+        return [self._launches("advance", map(self._momentum_rows, bucket.gathers)) for bucket in self._views]
 
     def _momentum_rows(self, call: MomentumCall) -> Iterator[tuple[Kind, Row]]:
         packed, grads = call.packed or call.momentum, call.grads or (None,) * len(call.parts)
@@ -120,12 +123,13 @@ class Kernels:
         view = part.of(stored)
         return view_place(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
 
-    def _batch_launches(self, of: BucketViews, algorithm: Algorithm) -> list[BatchLaunches | None]:
+    def _batch_launches(self, bucket: BucketViews, algorithm: Algorithm) -> list[BatchLaunches | None]:
         made: list[BatchLaunches | None] = []
-        for _, batch, _ in of.batches:
+        for _, batch, _ in bucket.batches:
             own = algorithm.for_parameter(batch.parameters[0])
             takes = takes_batch(self._rank, batch, own)
-            made.append(BatchLaunches(self._rank, of.index, batch, own, self._stored, self._flags) if takes else None)
+            launches = BatchLaunches(self._rank, bucket.index, batch, own, self._stored, self._flags) if takes else None
+            made.append(launches)
         return made
 
     # --- each step ---
@@ -135,12 +139,12 @@ class Kernels:
         dtypes = [old if (new := gradients.dtype(n)) is None else new for n, old in enumerate(self._dtypes)]
         if dtypes != self._dtypes:
             self._dtypes = dtypes
-            self._advances = [self._launches("advance", map(self._momentum_rows, of.gathers)) for of in self._views]
+            self._advances = self._momentum_launches()
         grads = [None if grad is None else grad.contiguous() for grad in gradients.grads]
         # Not all gradients, because `release_grads` frees them in the step.
         self._copies = [g for g, given in zip(grads, gradients.grads, strict=True) if g is not None and g is not given]
         flags = [MISSING * (g is None) + EXCLUDED * (n in gradients.excluded) for n, g in enumerate(grads)]
-        numbers = [self._numbers_of(*of) for of in self._numbers.values()]
+        numbers = [self._numbers_of(*sources) for sources in self._numbers.values()]
         addresses = [0 if grad is None else address(grad) for grad in grads]
         storages = [address(storage) for storage in self._storages]
         words = [0, bits(1.0), *addresses, *flags]
@@ -197,7 +201,9 @@ def usable(kind: str) -> bool:
 def has_kernels(algorithm: Algorithm) -> bool:
     """Whether the element-wise arithmetic of an algorithm is Muon's."""
     parts = (algorithm.gathering, ("before_gather",)), (algorithm.returning, ("after_return", "add"))
-    return all(getattr(type(of), name, None) is getattr(MuonAlgorithm, name) for of, names in parts for name in names)
+    return all(
+        getattr(type(part), name, None) is getattr(MuonAlgorithm, name) for part, names in parts for name in names
+    )
 
 
 def foreach_reason(options: MuonOptions, algorithm: Algorithm, tensors: Sequence[Tensor]) -> str:
@@ -212,7 +218,7 @@ def foreach_reason(options: MuonOptions, algorithm: Algorithm, tensors: Sequence
 
 
 def _unfit(options: MuonOptions, algorithms: Iterable[Algorithm], tensors: Iterable[Tensor]) -> str:
-    own = next((of.options.algorithm for of in algorithms if not has_kernels(of)), None)
+    own = next((one.options.algorithm for one in algorithms if not has_kernels(one)), None)
     if own is not None:
         return f"algorithm = {own!r} has element-wise arithmetic of its own"
     if options.state_dtype == "int8":
