@@ -35,6 +35,7 @@ FLAVORS = {
     "tiny_64": Size(layers=6, dim=64, heads=4, kv_heads=2, hidden=256, vocab_size=512),
     "tiny": Size(layers=6, dim=128, heads=8, kv_heads=4, hidden=512, vocab_size=512),
     "tiny_256": Size(layers=6, dim=256, heads=16, kv_heads=8, hidden=1024, vocab_size=512),
+    "tiny_512": Size(layers=6, dim=512, heads=32, kv_heads=16, hidden=2048, vocab_size=512),
     "42M": Size(layers=8, dim=512, heads=8, kv_heads=8, hidden=1408, vocab_size=16_384),
     "8B": Size(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336),
     "70B": Size(layers=80, dim=8192, heads=64, kv_heads=8, hidden=28_672),
