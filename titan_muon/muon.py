@@ -360,7 +360,8 @@ class Muon(SkipsSteps, Optimizer):
 
     def close(self) -> None:
         """Destroy Muon's process groups. Collective; no step can follow."""
-        self.finish_step()
+        if self._engine is not None:
+            self._engine.free()
         self._engine, self._closed = None, True
         if self._agreement is not None:
             self._agreement.close()

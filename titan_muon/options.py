@@ -198,6 +198,10 @@ class Expert:
     """Triton kernels for momentum and update: two launches for a bucket, which read and write each tensor once. `auto`:
     on GPUs with Triton, for algorithms with the element-wise arithmetic of "muon"; the plan names others."""
 
+    cuda_graph: Annotated[bool | Literal["auto"], SWITCH, MAY_CHANGE] = "auto"
+    """Launch a step as one CUDA graph, from the fourth step on. Needs `fused`, and keeps buffers as `keep_buffers`.
+    `auto`: off, because no GPU has measured it (docs/cuda_graph.md)."""
+
     buffer_gib: Annotated[float | Literal["auto"], GIB, MAY_CHANGE] = "auto"
     """Largest GiB of exchange buffers of a rank. `auto`: 1 with workspace. Each GiB more must save 3 % of the step
     time, from 2 GiB on 10 %."""

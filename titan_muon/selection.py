@@ -29,6 +29,13 @@ def select(
 
             note = foreach_reason(options, algorithm, tensors)
         options = replace(options, fused=device.type == "cuda" and not note)
+    if options.cuda_graph == "auto":
+        options = replace(options, cuda_graph=False)
+    elif options.cuda_graph:
+        # A graph repeats addresses.
+        options = replace(options, keep_buffers=True)
+        kept = "a step is one CUDA graph, not measured on a GPU, and its buffers and workspace stay between steps"
+        note = "; ".join(filter(None, (note, kept)))
     from .features import features_of
 
     dispatch, planner = _dispatch_and_planner(options, device)

@@ -63,6 +63,7 @@ class AdaMuon(NorMuon):
 
     temporary_bytes = 20
     eps = 1e-8
+    gather_kernel = "signs"
 
     def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
         return (StateSpec(SECOND_MOMENT, (rows, cols)),)

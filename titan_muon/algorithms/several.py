@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -97,6 +97,9 @@ class Composed(Several):
         for algorithm in self._all:
             work = algorithm.work(rows, cols, work)
         return work
+
+    def kind(self, group: Group) -> Hashable:
+        return tuple(algorithm.kind(group) for algorithm in self._all)
 
     def check_group(self, group: Group) -> None:
         for algorithm in self._all:

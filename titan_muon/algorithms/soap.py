@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -59,6 +59,7 @@ class Soap(MuonAlgorithm):
     momentum = False
     wire_dtype: Literal["float32"] | None = "float32"
     counts_steps = True
+    gather_kernel = "copy"
     max_side = 10_000
 
     def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
@@ -107,6 +108,10 @@ class Soap(MuonAlgorithm):
             value = getattr(options, name)
             if value != needed:
                 raise OptionError(name, f"= {value!r} does not fit algorithm = 'soap': {reason}; set {needed!r}")
+
+    def kind(self, group: Group) -> Hashable:
+        # Bases of the first step, matrices that refresh theirs, and beta1.
+        return group[STEP] > 0, group[STEP] % self.options.soap_freq, group["momentum"]
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         if call.packed:

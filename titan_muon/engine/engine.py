@@ -135,15 +135,8 @@ def elements_of(named: Sequence[tuple[str, Tensor]], selected: Selection) -> Ele
 
 
 LOCAL_OPTIONS = (
-    "orthogonalize",
-    "ns_dtype",
-    "ns_kernel",
-    "release_grads",
-    "keep_buffers",
-    "split",
-    "buffer_gib",
-    "machine",
-    "offload",
+    *("orthogonalize", "ns_dtype", "ns_kernel", "release_grads", "keep_buffers"),
+    *("split", "buffer_gib", "machine", "offload"),
 )
 """Options that may differ between ranks, for example `machine.file` between nodes."""
 
@@ -282,7 +275,7 @@ class Engine:
         if rank.buffers.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "Muon.step cannot be captured in a CUDA graph, because the host reads the faults of the last step; "
-                "capture forward and backward alone, and call step() after the replay"
+                "capture forward and backward only, and call step(), with expert.cuda_graph = True one launch, after it"
             )
         # Asking the peers would block the host. So the step leaves out matrices with faults on every rank, and all
         # ranks raise in the next step.
@@ -359,7 +352,7 @@ class Engine:
         self.workspace.take()
         rank.report.begin(gradients.grads)
         try:
-            parts.step.run(gradients)
+            parts.runner.run(gradients)
         except RuntimeError as error:
             rank.agreement.locate(error, rank.report.steps)
             raise
@@ -418,7 +411,10 @@ class Engine:
             self.overlap.attach(self.rank)
 
     def free(self) -> None:
-        """Free the buffers until the next step, also with `keep_buffers`."""
+        """End the last step, and free the buffers until the next, also with `keep_buffers`."""
+        self.finish()
+        # First, because a captured step repeats addresses and collectives.
+        self._parts.runner.release()
         self.rank.buffers.memory.free(kept=True)
         self.workspace.free(kept=True)
 

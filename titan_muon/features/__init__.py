@@ -23,6 +23,7 @@ FEATURES: Sequence[Entry] = (
     Entry(".owner_state", "OwnerStateFeature", lambda options, algorithm: options.state == "owner"),
     Entry(".offload", "OffloadFeature", lambda options, algorithm: options.offload != "none"),
     Entry("..kernels.fused", "FusedFeature", lambda options, algorithm: options.fused is True),
+    Entry("..kernels.graph", "GraphFeature", lambda options, algorithm: options.cuda_graph is True),
     Entry(".weight_norms", "WeightNormsFeature", lambda options, algorithm: algorithm.sums_norms),
     Entry(".mask", "IdleFeature", lambda options, algorithm: options.idle == "hold"),
     # The outermost decorator, because restored numbers would not fit restored scales.

@@ -70,6 +70,8 @@ class IdleSteps:
 class GradientMask(UpdateMask):
     """See [Note: matrices without an update]."""
 
+    captured = False
+
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], idle: IdleSteps) -> None:
         super().__init__(rank.report)
         self._rank, self.idle = rank, idle
@@ -128,7 +130,7 @@ class GradientMask(UpdateMask):
             lacking = [number for number, matrix in matrices if matrix.parameter in missing]
             self._codes.index_fill_(0, self._rank.numbers(lacking), GRADIENT)
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         if self._agreed:
             return
         self._agreed = True
@@ -139,14 +141,14 @@ class GradientMask(UpdateMask):
         torch.index_select(self._held, 0, self._in_order, out=self._flags)
 
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
-        self._agree()
+        self.agree()
         flags = self._flags[batch.place : batch.place + len(batch.matrices)]
         if may_be_true(flags):
             batch.whole.masked_fill_(flags[:, None, None], 0)
         return super().zero_(batch, gradients).masked_fill_(flags, NO_UPDATE)
 
     def end(self) -> None:
-        self._agree()
+        self.agree()
         self.idle.on_host.copy_(self._held, non_blocking=True)
 
 

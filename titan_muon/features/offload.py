@@ -140,6 +140,8 @@ class Transfer:
 class HostOffload:
     """The momentum (`state`), or also gradients and weights (`parameters`), are on the host. `views`: in the slots."""
 
+    captured = False
+
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], offload: Offload) -> None:
         self._kinds, self._storage = HOST_TENSORS[offload], rank.storage
         # None: gradients of any dtype, which fit in float32.

@@ -31,6 +31,8 @@ class WeightNorms(Decorated):
     `norms`: by matrix, the state `WEIGHT_NORM`, a view of the norms before the step.
     """
 
+    captured = True
+
     def __init__(self, inner: Algorithm, rank: StepContext) -> None:
         super().__init__(inner)
         self._rank, plan, geometries = rank, rank.plan, Geometries(rank.plan.parameters)

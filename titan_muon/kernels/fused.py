@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, NamedTuple
@@ -49,11 +49,14 @@ class Numbers(NamedTuple):
 class Kernels:
     """Two launches for each bucket. A hook that refreshes the vector, see [Note: tables and the vector of a step].
 
-    `views`: the calls of the buckets, with their tensors.
+    `views`: the calls of the buckets, with their tensors. `kind`: what makes other launches in a step.
     """
 
+    captured = False
+
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], algorithm: Algorithm) -> None:
-        self._rank, self._views, self._cautious = rank, views, algorithm.options.cautious
+        self._rank, self._views, self._algorithm = rank, views, algorithm
+        self._cautious = algorithm.options.cautious
         self._groups, count = group_numbers(rank), len(rank.storage)
         self._numbers: dict[tuple[int, tuple[int, int]], Numbers] = {}
         for call in (call for bucket in views for call in bucket.updates):
@@ -68,6 +71,7 @@ class Kernels:
         self._storages: dict[UntypedStorage, int] = {}
         planned = (trained.param.grad_dtype for trained in rank.params)
         self._dtypes = [dtype or trained.param.dtype for dtype, trained in zip(planned, rank.params, strict=True)]
+        self._by_dtypes: dict[tuple[torch.dtype, ...], list[list[TableLaunch]]] = {}
         self._advances = self._momentum_launches()
         self._updates = [self._launches("update", map(self._update_rows, bucket.updates)) for bucket in views]
         self._batches = [self._batch_launches(bucket, algorithm) for bucket in views]
@@ -75,6 +79,7 @@ class Kernels:
         self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
         self._copies: list[Tensor] = []
         self._unaligned: list[int] | None = None
+        self.kind: Hashable = None
 
     # --- tables ---
 
@@ -88,16 +93,25 @@ class Kernels:
         return [TableLaunch(kernel, table.on(send), options) for options, table in made if len(table.tiles)]
 
     def _momentum_launches(self) -> list[list[TableLaunch]]:
-        return [self._launches("advance", map(self._momentum_rows, bucket.gathers)) for bucket in self._views]
+        # Kept, because a captured step reads the tables again.
+        if (dtypes := tuple(self._dtypes)) not in self._by_dtypes:
+            made = (self._launches("advance", map(self._momentum_rows, bucket.gathers)) for bucket in self._views)
+            self._by_dtypes[dtypes] = list(made)
+        return self._by_dtypes[dtypes]
 
     def _momentum_rows(self, call: MomentumCall) -> Iterator[tuple[Kind, Row]]:
+        gathers = self._algorithm.for_parameter(call.parts[0].parameter).gathering.gather_kernel
+        if gathers == "copy" and not call.packed:
+            return
         packed, grads = call.packed or call.momentum, call.grads or (None,) * len(call.parts)
         for part, momentum, blend, fetched in zip(call.parts, call.momentum, packed, grads, strict=True):
             grad = self._gradient(part) if fetched is None else self._stored(fetched)
             dtype = self._dtypes[part.parameter] if fetched is None else fetched.dtype
             dtypes = {"MOMENTUM": momentum.dtype, "GRAD": dtype, "PACKED": blend.dtype}
-            row = self._row(part, momentum, 0, (self._stored(momentum), grad, self._stored(blend)))
-            yield (*dtypes.items(), ("PACKS", bool(call.packed))), row
+            # A copy has no momentum.
+            old = blend if gathers == "copy" else momentum
+            row = self._row(part, old, 0, (self._stored(old), grad, self._stored(blend)))
+            yield (*dtypes.items(), ("PACKS", bool(call.packed)), ("GATHERS", gathers)), row
 
     def _update_rows(self, call: UpdateCall) -> Iterator[tuple[Kind, Row]]:
         firsts = [0] * len(call.parts) if call.chunk is None else call.chunk.firsts
@@ -151,7 +165,9 @@ class Kernels:
         for number in chain.from_iterable(numbers):
             words.append(number if isinstance(number, int) else 0)
         words += storages
-        self._unaligned = words if any(word % ALIGNMENT for word in (*addresses, *storages)) else None
+        shifts = [word % ALIGNMENT for word in (*addresses, *storages)]
+        self._unaligned = words if any(shifts) else None
+        self.kind = tuple(dtypes), tuple(shifts) if any(shifts) else ()
         host, floats = torch.tensor(words, dtype=torch.int64, device="cpu"), self._vector.view(torch.float32)
         self._vector.copy_(host if is_host(self._rank.device) else host.pin_memory(), non_blocking=True)
         # A rate in device memory, where the host does not wait for it.
@@ -199,11 +215,11 @@ def usable(kind: str) -> bool:
 
 
 def has_kernels(algorithm: Algorithm) -> bool:
-    """Whether the element-wise arithmetic of an algorithm is Muon's."""
-    parts = (algorithm.gathering, ("before_gather",)), (algorithm.returning, ("after_return", "add"))
-    return all(
-        getattr(type(part), name, None) is getattr(MuonAlgorithm, name) for part, names in parts for name in names
-    )
+    """Whether kernels have the element-wise arithmetic of an algorithm."""
+    kinds, returning = type(algorithm.gathering).__mro__, type(algorithm.returning)
+    gathers = next(vars(kind) for kind in kinds if "before_gather" in vars(kind))
+    adds = (getattr(returning, name, None) is getattr(MuonAlgorithm, name) for name in ("after_return", "add"))
+    return gathers.get("gather_kernel") is not None and all(adds)
 
 
 def foreach_reason(options: MuonOptions, algorithm: Algorithm, tensors: Sequence[Tensor]) -> str:

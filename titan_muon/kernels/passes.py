@@ -105,35 +105,43 @@ def _rounded(wide, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def advance(  # type: ignore[no-untyped-def]
     tiles, table, vector,
-    MOMENTUM: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr, PACKS: tl.constexpr,
+    MOMENTUM: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr, PACKS: tl.constexpr, GATHERS: tl.constexpr,
     FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`update_momentum` of muon.py: the momentum moves towards the gradient, and the packed tensor gets the blend.
 
     A row has momentum, gradient and packed tensor. A missing gradient packs NaN, so that the owner makes no update.
+    GATHERS: `Algorithm.gather_kernel`. "copy" packs the gradient, without a momentum, and "signs" the blend's signs.
     """
     words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 12, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
-    momenta = _pointers(words + ROW_HEADER, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
     grads = _pointers(words + ROW_HEADER + 4, vector, index, cols, GRAD, FLAT, ALIGNED)
     present = (flag & NO_GRADIENT) == 0
-    before = tl.load(momenta, mask=inside).to(tl.float32)
     grad = tl.load(grads, mask=inside & present, other=float("nan")).to(tl.float32) * _float(vector + 1)
     grad = _rounded(grad, GRAD).to(tl.float32)
-    average = _lerp(before, grad, _float(numbers))
-    # A skipped step changes nothing.
-    average = tl.where(present & (tl.load(vector) == 0), average, before)
-    kept = _rounded(average, MOMENTUM)
-    tl.store(momenta, kept, mask=inside)
-    if PACKS:
+    blend = grad
+    if GATHERS != "copy":
+        momenta = _pointers(words + ROW_HEADER, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
+        before = tl.load(momenta, mask=inside).to(tl.float32)
+        average = _lerp(before, grad, _float(numbers))
+        # A skipped step changes nothing.
+        average = tl.where(present & (tl.load(vector) == 0), average, before)
+        kept = _rounded(average, MOMENTUM)
+        tl.store(momenta, kept, mask=inside)
         if MOMENTUM == GRAD:
             # The blend has the dtype of both, and else the wider dtype.
             average = kept.to(tl.float32)
         blend = tl.where(tl.load(numbers + 2) != 0, _lerp(grad, average, _float(numbers + 1)), average)
         if MOMENTUM == GRAD:
             blend = _rounded(blend, GRAD).to(tl.float32)
+    if PACKS:
+        result = _rounded(tl.where(present, blend, float("nan")), PACKED)
+        if GATHERS == "signs":
+            wide = result.to(tl.float32)
+            # NaN for NaN and infinity.
+            result = _rounded(tl.where(wide > 0, 1.0, tl.where(wide < 0, -1.0, 0.0)) + (wide - wide), PACKED)
         packed = _pointers(words + ROW_HEADER + 8, vector, index, cols, PACKED, FLAT, ALIGNED)
-        tl.store(packed, _rounded(tl.where(present, blend, float("nan")), PACKED), mask=inside)
+        tl.store(packed, result, mask=inside)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,6 +67,8 @@ class Algorithm:
         counts_steps: whether groups count their steps, under `STEP`.
         temporary_bytes: of `rescale`, for an element of a matrix.
         gathering, returning: the algorithms of `before_gather` and `after_return`; this one unless it is composed.
+        gather_kernel: the kernel with the arithmetic of `before_gather` of this class: a momentum, signs of a blend, or
+            a copy of the gradient. A subclass with a method of its own names its own, or has none.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
             restores the norm after the step.
     """
@@ -79,6 +81,7 @@ class Algorithm:
     counts_steps = False
     temporary_bytes: int = 0
     sums_norms = False
+    gather_kernel: Literal["momentum", "signs", "copy"] | None = None
 
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
@@ -99,6 +102,10 @@ class Algorithm:
     def work(self, rows: int, cols: int, work: Work) -> Work:
         """The cost of a whole (rows, cols) matrix for its owner. `work`: of Newton-Schulz."""
         return work
+
+    def kind(self, group: Group) -> Hashable:
+        """What `update` reads of the group on the host. A captured step (`cuda_graph`) repeats steps of one kind."""
+        return None
 
     def check_group(self, group: Group) -> None:
         """Raise OptionError for hyperparameters that the algorithm cannot use."""

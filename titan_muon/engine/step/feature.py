@@ -9,7 +9,7 @@ from ..layout.types import Plan
 from ..state.states import MatrixStates
 from .algorithm import Algorithm, PlanContext
 from .context import StepContext
-from .step import Hook, HostTensors, LateUpdates, MuonStep, Passes, UpdateMask
+from .step import Hook, HostTensors, LateUpdates, MuonStep, Passes, Runner, UpdateMask
 from .views import build_views
 
 
@@ -32,6 +32,10 @@ class Feature:
     def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
         """After the views are made: replace views and mask, add hooks. `before`: for earlier storage of the plan."""
 
+    def runner(self, parts: BuiltStep) -> Runner | None:
+        """After the step is made: what runs it. None: the step itself."""
+        return None
+
 
 FeaturesOf = Callable[[MuonOptions, Algorithm], Sequence[Feature]]
 """The features that are on."""
@@ -52,6 +56,8 @@ class BuiltStep:
         features: Sequence[Feature],
         before: BuiltStep | None,
     ) -> None:
+        if before is not None:
+            before.runner.release()
         self.rank, self.algorithm, self.states = rank, algorithm, states
         self.hooks, self.mask = list[Hook](), UpdateMask(rank.report)
         self.offload: HostTensors | None = None
@@ -64,6 +70,8 @@ class BuiltStep:
         rank.report.watch(flags)
         seams = self.algorithm, self.mask, overlap, self.offload, self.hooks, self.passes
         self.step = MuonStep(rank.program, self.views, rank.exchange, rank.report, *seams)
+        runners = (feature.runner(self) for feature in features)
+        self.runner: Runner = next((runner for runner in runners if runner is not None), self.step)
 
 
 def check_parts(context: PlanContext, algorithm: Algorithm, features_of: FeaturesOf) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 class MuonAlgorithm(Algorithm):
     """Orthogonalized exponential moving average of gradients, with decoupled weight decay; base of the others."""
+
+    gather_kernel: Literal["momentum", "signs", "copy"] | None = "momentum"
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         update_momentum(momentum, grads, call.packed, self.decay(call.group), call.group["nesterov"])

@@ -61,10 +61,22 @@ class Passes(Protocol):
 
 
 class Hook(Protocol):
-    """Work before the first bucket of a step and after the last."""
+    """Work before the first bucket of a step and after the last.
+
+    `captured`: whether a CUDA graph can repeat it, because it reads no gradient and no number of the host.
+    """
+
+    captured: bool
 
     def begin(self, gradients: StepGradients) -> None: ...
     def end(self) -> None: ...
+
+
+class Runner(Protocol):
+    """Runs the buckets of a step. `release`: give up what it keeps, before buffers and process groups go."""
+
+    def run(self, gradients: StepGradients) -> None: ...
+    def release(self) -> None: ...
 
 
 class LateUpdates(Protocol):
@@ -84,6 +96,9 @@ class UpdateMask:
     """The matrices without an update in a step: those that are not finite. Features add others."""
 
     report: FaultReport
+
+    def agree(self) -> None:
+        """Wait for what other ranks know of the matrices, at the latest in `zero_`."""
 
     def zero_(self, batch: Batch, gradients: StepGradients) -> Tensor:
         """Zero the matrices of an assembled batch without an update. Returns the norms for `Algorithm.update`."""
@@ -204,6 +219,9 @@ class MuonStep:
                 bucket.close()
         for hook in reversed(self.hooks):
             hook.end()
+
+    def release(self) -> None:
+        """Nothing is kept."""
 
 
 def by_dtype(calls: Iterable[MomentumCall], gradients: StepGradients) -> Iterator[MomentumCall]:

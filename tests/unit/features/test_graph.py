@@ -1,0 +1,260 @@
+"""muon.expert.cuda_graph: the operators of a step, from its first bucket to its last, are those of the step before."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
+from tests.shared import muon_keywords
+from titan_muon import Muon
+from titan_muon.engine.faults.skip import NormCheck
+from titan_muon.engine.step.step import MuonStep
+from titan_muon.kernels import graph
+from titan_muon.kernels.fused import Kernels
+from titan_muon.kernels.launch import TableLaunch
+from titan_muon.options import Machine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SHAPES = {"a": (64, 64), "b": (64, 64), "tall": (128, 64), "wide": (32, 96), "odd": (33, 21)}
+STEPS = 4
+
+
+class Sequence(TorchDispatchMode):
+    """The operators, launches and resized storages of the buckets of each step, in `steps`.
+
+    A tensor is its shape and its memory: a number for memory that the step allocates, else the storage itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[Any]] = []
+        self._made: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._is_inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if self._is_inside:
+            known = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            for tensor in (t for t in tree_leaves(result) if isinstance(t, Tensor)):
+                self._kept.append(tensor)
+                if _memory(tensor) not in known:
+                    self._made.setdefault(_memory(tensor), len(self._made))
+            self.add(str(func), args, kwargs)
+        return result
+
+    def add(self, name: str, *operands: Any) -> None:
+        if self._is_inside:
+            self._kept.append(operands)
+            self.steps[-1].append((name, tree_map(self._described, operands)))
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, torch.ScriptObject):
+            # A process group, or a reduction.
+            return str(type(value))
+        if not isinstance(value, Tensor):
+            return repr(value)
+        place = self._made.get(_memory(value), value.untyped_storage()._cdata)
+        return place, value.storage_offset(), value.shape, value.stride(), value.dtype, value.device.type
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self.steps.append([])
+        self._made, self._is_inside = {}, True
+        yield
+        self._is_inside = False
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[FakeGpu, Sequence]]:
+    """Eager steps on a fake GPU."""
+    sequence, run, resize = Sequence(), MuonStep.run, torch.UntypedStorage.resize_
+
+    def in_sequence(step: MuonStep, gradients: Any) -> None:
+        with sequence.inside():
+            run(step, gradients)
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        sequence.add("resize_", size)
+        return resize(storage, size)
+
+    def launched(launch: TableLaunch, *operands: Any) -> None:
+        sequence.add(launch.kernel, id(launch), operands)
+
+    with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu() as gpu:
+        sync = type(gpu).sync
+
+        def synced(gpu: Any, what: str, moment: int | None = None) -> None:
+            sequence.add("sync", what)
+            sync(gpu, what, moment)
+
+        with (
+            mock.patch.object(graph, "EAGER_STEPS", 99),
+            mock.patch.object(TableLaunch, "run", launched),
+            mock.patch.object(MuonStep, "run", in_sequence),
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+            mock.patch.object(type(gpu), "sync", synced),
+            sequence,
+        ):
+            yield gpu, sequence
+
+
+Change = Callable[[Any, int], None]
+
+
+def steps_of(options: dict[str, Any], change: Change | None = None, placements: tuple[Placement, ...] = ()) -> Sequence:
+    """The buckets of four steps with new gradient tensors, another rate and another momentum in each."""
+    dtype = options.pop("dtype", torch.float32)
+    placed = placements or (Replicate(), Shard(0))
+    # The second rank of a node of two.
+    node = mock.patch.dict(os.environ, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    with recorded() as (gpu, sequence), fake_rank(4, 1), node:
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("outer", "inner"))
+        wholes = {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
+        cut = {name: distribute_tensor(whole, mesh, placed, src_data_rank=None) for name, whole in wholes.items()}
+        gpu.has_meta_tensors = False
+
+        def new(name: str) -> DTensor:
+            filled, whole = torch.empty(cut[name]._local_tensor.shape, dtype=dtype, device="cuda"), wholes[name]
+            return DTensor.from_local(filled, mesh, placed, run_check=False, shape=whole.shape, stride=whole.stride())
+
+        params = {name: nn.Parameter(new(name)) for name in SHAPES}
+        muon = Muon(list(params.items()), **muon_keywords(cuda_graph=True, **options)).build()
+        kept = []
+        for step in range(STEPS):
+            for name, param in params.items():
+                param.grad = new(name)
+                kept.append(param.grad)
+            for group in muon.param_groups:
+                group["momentum"] = 0.9 + 0.01 * step
+                group["lr"] = torch.tensor(0.1, device="cuda") if "lr" in options else 0.1 / (step + 1)
+            if change is not None:
+                change(muon, step)
+            muon.step()
+    return sequence
+
+
+def differing(sequence: Sequence) -> list[str]:
+    """What differs between the buckets of the last two steps, and what a graph cannot repeat."""
+    before, last = sequence.steps[-2:]
+    assert before, "the buckets have operators"
+    found = [f"{a[0]} and {b[0]}" for a, b in zip(before, last, strict=False) if a != b]
+    found += ["another number of operators"] if len(before) != len(last) else []
+    on_host = (name for name, operands in last if "cpu" in tree_leaves(operands))
+    return (
+        found + [name for name, _ in last if name in ("resize_", "sync")] + [f"{name} on the host" for name in on_host]
+    )
+
+
+def skippable(muon: Muon, step: int) -> None:
+    muon.skip_unless_finite(NormCheck(torch.ones((), device="cuda"), (), torch.zeros(0)))
+
+
+def scaled(muon: Muon, step: int) -> None:
+    muon.grad_scale, muon.found_inf = torch.tensor(8.0, device="cuda"), torch.zeros((), device="cuda")
+
+
+def with_one_beta(muon: Muon, step: int) -> None:
+    """SOAP reads beta1 on the host: another one is another kind of step."""
+    for group in muon.param_groups:
+        group["momentum"] = 0.9
+
+
+def with_highest_rate(muon: Muon, step: int) -> None:
+    for group in muon.param_groups:
+        group["max_lr"] = 0.2
+
+
+SOAPS = {"adjust_lr_fn": "match_rms_adamw"}
+ROWS: list[tuple[dict[str, Any], Change | None, tuple[Placement, ...]]] = [
+    ({}, None, ()),
+    ({}, None, (Shard(0), Shard(0))),
+    ({}, None, (Shard(1), Shard(0))),
+    ({"state": "owner"}, None, ()),
+    *(({"exchange": name}, None, ()) for name in ("all_gather", "all_gather_reduce_scatter")),
+    ({"exchange": "two_hops", "machine": Machine(ranks_per_node=2)}, None, (Shard(0), Shard(0))),
+    ({"replicas": "redundant"}, None, ()),
+    *(
+        ({"algorithm": name}, None, ())
+        for name in ("normuon", "adamuon", "muoneq", "muoneq_both", ("muoneq", "normuon"), ("muoneq", "adamuon"))
+    ),
+    ({"algorithm": "muonh", "weight_decay": 0.0}, None, ()),
+    ({"algorithm": ("normuon", "muonh"), "weight_decay": 0.0}, None, ()),
+    ({"algorithm": "soap", "soap_freq": 1, **SOAPS}, with_one_beta, ()),
+    ({"cautious": True}, None, ()),
+    ({"nesterov": False}, None, ()),
+    ({"state_dtype": "bfloat16"}, None, ()),
+    ({"wire_dtype": "float32"}, None, ()),
+    ({"momentum_warmup_steps": 9}, None, ()),
+    ({"lr": torch.tensor(0.1)}, None, ()),
+    ({"decay_follows_lr": True}, with_highest_rate, ()),
+    ({"dtype": torch.bfloat16}, None, ()),
+    ({"dtype": torch.bfloat16, "rounding": "nearest"}, None, ()),
+    *(({"orthogonalize": name}, None, ()) for name in ("reference", "standard", "gram")),
+    ({"ns_dtype": "bfloat16"}, None, ()),
+    ({"idle": "hold"}, None, ()),
+    ({"planner": "rule"}, None, ()),
+    ({}, skippable, ()),
+    ({"algorithm": "normuon"}, scaled, ()),
+    ({"idle": "hold"}, scaled, ()),
+    ({"on_bad_gradient": "skip_step"}, None, ()),
+]
+
+
+@pytest.mark.parametrize(("options", "change", "placements"), ROWS, ids=str)
+def test_the_buckets_of_a_step_repeat_those_of_the_step_before(
+    options: dict[str, Any], change: Change | None, placements: tuple[Placement, ...]
+) -> None:
+    """No operator, shape, number or memory differs, nothing is read, resized or sent to the device: a graph can."""
+    assert differing(steps_of(dict(options), change, placements)) == []
+
+
+class Broken:
+    """What a graph cannot repeat, in the place of `Kernels.apply`."""
+
+    @staticmethod
+    def item(kernels: Any) -> None:
+        """A read of the host."""
+        kernels._vector.sum().item()
+
+    @staticmethod
+    def resized(kernels: Any) -> None:
+        """New memory in each step."""
+        kernels._vector.clone().untyped_storage().resize_(0)
+
+    @staticmethod
+    def rate(kernels: Any) -> None:
+        """A number of the host."""
+        torch.mul(kernels._vector, kernels._rank.params[0].group["lr"])
+
+    @staticmethod
+    def gradient(kernels: Any) -> None:
+        """An address."""
+        kernels._rank.params[0].param.grad._local_tensor.neg()
+
+    @staticmethod
+    def upload(kernels: Any) -> None:
+        """A copy from the host."""
+        kernels._vector[:1].copy_(torch.zeros(1, dtype=torch.int64, device="cpu"), non_blocking=True)
+
+
+@pytest.mark.parametrize("name", ["item", "resized", "rate", "gradient", "upload"])
+def test_the_comparison_finds_what_a_graph_cannot_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernels, "apply", lambda kernels, index: getattr(Broken, name)(kernels))
+    assert differing(steps_of({})) != []

@@ -1,0 +1,178 @@
+"""`cuda_graph`: a step as one launch."""
+
+# [Note: one launch]
+# - The vector of a step (tables.py) has all that changes between steps: addresses of gradients, rates, momentum, seeds
+#   and the flag of a skipped step. So the buckets of a step are the same operators on the same memory, and a CUDA graph
+#   repeats them, collectives included. Before, one copy refreshes the vector. The report follows.
+# - What changes the operators is the kind of a step: dtypes and alignment of gradients, whether the device may skip it,
+#   and what an algorithm reads on the host. Each kind has a graph of its own. Steps of a kind are eager at first, so
+#   that kernels are compiled and libraries have their workspaces.
+# - A step with a fault is eager. Graphs, of one pool of memory, end with the engine's buffers and process groups.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..algorithms import algorithm_of
+from ..engine.step.algorithm import Algorithm, Group, PlanContext
+from ..engine.step.feature import BuiltStep, Feature
+from ..engine.step.foreach import group_numbers
+from ..engine.step.gradients import StepGradients
+from ..engine.step.step import MuonStep, Runner, trace_range
+from ..engine.tensors.warning import warn
+from ..options import OptionError
+from .fused import Kernels, foreach_reason
+
+EAGER_STEPS = 3
+"""Eager steps of a kind before its capture."""
+
+
+class CudaGraph:
+    """The kernels of `run`. `other`: a graph with which it shares memory, because they run in turn."""
+
+    def __init__(self, run: Callable[[], None], other: CudaGraph | None) -> None:
+        self._graph: Any = torch.cuda.CUDAGraph()
+        pool = None if other is None else other._graph.pool()
+        # NCCL's watchdog calls CUDA in another thread.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def release(self) -> None:
+        self._graph.reset()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and the collectives and bytes that a replay sends."""
+
+    graph: CudaGraph
+    calls: int
+    bytes_sent: int
+
+
+class CapturedStep:
+    """Runs steps, the repeated kinds as graphs. See [Note: one launch].
+
+    `algorithms`: with their parameter groups.
+    """
+
+    def __init__(self, step: MuonStep, passes: Kernels, algorithms: Sequence[tuple[Algorithm, Group]]) -> None:
+        self._step = replace(step, hooks=[hook for hook in step.hooks if hook.captured])
+        self._outside = [hook for hook in step.hooks if not hook.captured]
+        self._passes, self._algorithms = passes, algorithms
+        device = step.report.device
+        self._skipped = torch.zeros((), dtype=torch.bool, device=device)
+        self._graphs: dict[Hashable, Captured] = {}
+        self._eager = Counter[Hashable]()
+
+    def run(self, gradients: StepGradients) -> None:
+        for hook in self._outside:
+            hook.begin(gradients)
+        self._step.mask.agree()
+        if gradients.scaling is not None:
+            self._skipped.copy_(gradients.scaling.skipped)
+            gradients = replace(gradients, scaling=replace(gradients.scaling, skipped=self._skipped))
+        self._run_kind(self._kind(gradients), gradients)
+        for hook in reversed(self._outside):
+            hook.end()
+
+    def _kind(self, gradients: StepGradients) -> Hashable:
+        """The kind of a step, or None with a fault and without matrices."""
+        pairs = zip(gradients.grads, gradients.params, strict=True)
+        missing = any(grad is None and trained.on_mesh for grad, trained in pairs)
+        if missing or gradients.excluded or not self._step.views:
+            return None
+        read = tuple(algorithm.kind(group) for algorithm, group in self._algorithms)
+        return gradients.scaling is not None, self._passes.kind, read
+
+    def _run_kind(self, kind: Hashable, gradients: StepGradients) -> None:
+        if kind is None or (kind not in self._graphs and self._eager[kind] < EAGER_STEPS):
+            self._step.run(gradients)
+            self._eager[kind] += 1
+            return
+        traffic = self._step.exchange.traffic
+        if kind not in self._graphs:
+            calls, sent = traffic.calls, traffic.bytes_sent
+            with trace_range("capture"):
+                other = next((captured.graph for captured in self._graphs.values()), None)
+                graph = CudaGraph(partial(self._step.run, gradients), other)
+            self._graphs[kind] = Captured(graph, traffic.calls - calls, traffic.bytes_sent - sent)
+        else:
+            traffic.calls += self._graphs[kind].calls
+            traffic.bytes_sent += self._graphs[kind].bytes_sent
+        with trace_range("replay"):
+            self._graphs[kind].graph.replay()
+
+    def release(self) -> None:
+        """Give up the graphs, before the memory and the process groups that they use."""
+        for captured in self._graphs.values():
+            captured.graph.release()
+        self._graphs.clear()
+        self._eager.clear()
+
+
+NOT_CAPTURED = {
+    "offload": ("none", "copies between host and device wait for each other by events of the step before"),
+    "overlap": ("none", "updates of a forward are in another launch"),
+    "release_grads": (False, "a graph repeats no release of a gradient"),
+}
+"""Options that a captured step cannot have: the value that it takes, and why."""
+WHOLE_MATRIX = ("update", "prepare", "orthogonalize", "rescale")
+
+
+def usable(kind: str) -> bool:
+    """Whether steps on a type of device can be captured."""
+    return kind == "cuda"
+
+
+class GraphFeature(Feature):
+    """A step as one launch."""
+
+    def check(self, context: PlanContext) -> None:
+        """Raise OptionError for options and algorithms that cannot be captured, and for another device."""
+        options = context.options
+        for name, (needed, reason) in NOT_CAPTURED.items():
+            if (value := getattr(options, name)) != needed:
+                problem = (
+                    f"= True does not take {name} = {value!r}, because {reason}; set {needed!r}, or cuda_graph = False"
+                )
+                raise OptionError("cuda_graph", problem)
+        if not usable(context.device):
+            raise OptionError("cuda_graph", f"= True captures a step on a GPU, not on {context.device}; set False")
+        if options.fused is not True:
+            reason = foreach_reason(options, algorithm_of(options), [tensor for _, tensor in context.named])
+            why = reason or "fused = False"
+            problem = f"= True needs the kernels of fused, because operators get rates from the host ({why}); set False"
+            raise OptionError("cuda_graph", problem)
+        for name in options.algorithms:
+            if undeclared(type(algorithm_of(replace(options, algorithm=name)))):
+                problem = f"= True does not know what algorithm = {name!r} reads in a step; define kind(), or set False"
+                raise OptionError("cuda_graph", problem)
+
+    def decorate(self, parts: BuiltStep) -> None:
+        # Before others decorate it.
+        self._algorithm = parts.algorithm
+
+    def runner(self, parts: BuiltStep) -> Runner | None:
+        """The step as graphs."""
+        warn("cuda_graph = True: a step is one CUDA graph, which is not measured on a GPU")
+        assert isinstance(parts.passes, Kernels), "see `check`"
+        groups = zip(group_numbers(parts.rank), parts.rank.params, strict=True)
+        of_group = {g: (self._algorithm.for_parameter(n), trained.group) for n, (g, trained) in enumerate(groups)}
+        return CapturedStep(parts.step, parts.passes, list(of_group.values()))
+
+
+def undeclared(algorithm: type[Algorithm]) -> bool:
+    """Whether an algorithm of another package has methods of whole matrices of its own, and no `kind`."""
+    own = [kind for kind in algorithm.__mro__ if not kind.__module__.startswith("titan_muon.")]
+    changes = any(name in vars(kind) for kind in own[:-1] for name in WHOLE_MATRIX)
+    return changes and not any("kind" in vars(kind) for kind in own)
