@@ -58,6 +58,7 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     ),
     "buffer_gib": (2**-6,),
     "fused": (True,),
+    "cuda_graph": (True,),
 }
 """Sample values of options without choices."""
 NAMES = {
@@ -181,8 +182,9 @@ def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     options: dict[str, Any] = {"machine": SLOW, **dict(choices)}
     expert = Expert(**{name: options.pop(name) for name in EXPERT if name in options})
     try:
-        # As if Triton ran here.
-        with patch("titan_muon.kernels.fused.usable", return_value=True):
+        # As if Triton and CUDA graphs ran here.
+        usable = (patch(f"titan_muon.kernels.{name}.usable", return_value=True) for name in ("fused", "graph"))
+        with next(usable), next(usable):
             muon = Muon(model.named_parameters(), **options, expert=expert).build()
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)

@@ -303,17 +303,18 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (owner_of_owned, 'state = "owner": weight is owned, and its momentum is on its owner alone already'),
     (lambda: muon(state="owner", planner="rule"), "state = 'owner' needs planner = 'search'"),
     (lambda: muon(fused=True), "fused = True needs Triton, which does not run on cpu; install"),
-    *[
-        (
-            lambda name=name: muon(fused=True, algorithm=name, weight_decay=0.0),
-            f"fused = True has no kernels: algorithm = '{name}' has element-wise arithmetic of its own; set 'auto'",
-        )
-        for name in ("adamuon", "soap")
-    ],
     (
         lambda: muon(fused=True, state_dtype="int8"),
         "fused = True has no kernels: state_dtype = 'int8' has a momentum of its own; set 'auto'",
     ),
+    (lambda: muon(cuda_graph=True), "cuda_graph = True captures a step on a GPU, not on cpu; set False"),
+    *[
+        (
+            lambda name=name, value=value: muon(cuda_graph=True, **{name: value}),
+            f"cuda_graph = True does not take {name} = {value!r}, because ... or cuda_graph = False",
+        )
+        for name, value in (("release_grads", True), ("offload", "state"), ("overlap", "forward"))
+    ],
     (lambda: kernels_for("triton", torch.device("cpu")), "ns_kernel = 'triton' needs CUDA and the package triton"),
     (lambda: owned_only("overlap", "forward"), "overlap = 'forward' has no effect: ...(layers.0.w), and no other"),
     (

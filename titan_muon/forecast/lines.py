@@ -107,6 +107,8 @@ def memory_lines(estimate: Estimate, *, full: bool) -> Iterable[str]:
     host = {name: size for name, size in memory.host_sizes.items() if size > 0}
     for name, size in (memory.sizes | host).items():
         yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
+    if memory.keeps_buffers:
+        yield f"  of these, {memory.kept / 2**20:,.1f} MiB of buffers and matrices stay between steps"
     for name in memory.uncounted:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
     if estimate.loads:

@@ -41,6 +41,12 @@ class Memory:
     host_gradients: int
     host_states: int
     uncounted: tuple[str, ...]  # optimizers of other packages, with unknown states
+    keeps_buffers: bool = False  # whether exchange buffers and whole matrices stay between steps
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a step that stay between steps, beside the activations."""
+        return self.keeps_buffers * (self.exchange_buffers + self.orthogonalization)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -119,6 +125,7 @@ def memory_per_rank(
         host_gradients=sum(host_bytes(item.bytes, device) for item in on_host if item.optimizer),
         host_states=sum(host_bytes(size, device) for item in items if item.offload != "none" for size in item.states),
         uncounted=tuple(sorted({a.optimizer for a in optimizers.assignments} - {"muon", "adamw"})),
+        keeps_buffers=options.keep_buffers or options.cuda_graph is True,
     )
 
 

@@ -197,6 +197,8 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
         ({"lr": torch.tensor(0.02)}, None),
         ({"momentum_warmup_steps": 2}, None),
         ({"algorithm": "muonh", "weight_decay": 0.0}, None),
+        ({"algorithm": "adamuon"}, with_scale),
+        ({"algorithm": "soap"}, without_gradient),
         ({"idle": "hold"}, None),
         ({"on_bad_gradient": "skip_missing"}, without_gradient),
         ({"on_bad_gradient": "skip_step"}, without_gradient),
@@ -375,6 +377,13 @@ class OwnSum(MuonAlgorithm):
         """Nothing."""
 
 
+class OwnMomentum(MuonAlgorithm):
+    """An override of `before_gather`."""
+
+    def before_gather(self, call: Any, momentum: Tensors, grads: Tensors) -> None:
+        """Nothing."""
+
+
 class Slow(MuonAlgorithm):
     """Another momentum, and the arithmetic of Muon."""
 
@@ -387,9 +396,9 @@ OWN = "has element-wise arithmetic of its own"
 CHOICES: list[tuple[dict[str, Any], torch.dtype, str]] = [
     *(
         ({"algorithm": name}, FLOAT32, "")
-        for name in ("muon", "normuon", "muoneq_both", "muonh", ("muoneq", "normuon"), "slow")
+        for name in ("muon", "normuon", "adamuon", "soap", "muoneq_both", "muonh", ("muoneq", "adamuon"), "slow")
     ),
-    *(({"algorithm": name}, FLOAT32, OWN) for name in ("adamuon", "soap", ("muoneq", "adamuon"), "own sum")),
+    *(({"algorithm": name}, FLOAT32, OWN) for name in ("own sum", "own momentum")),
     ({"state_dtype": "int8"}, FLOAT32, "'int8' has a momentum of its own"),
     ({}, torch.float64, "wider than float32"),
     ({}, FLOAT16, ""),
@@ -398,7 +407,7 @@ CHOICES: list[tuple[dict[str, Any], torch.dtype, str]] = [
 
 @pytest.fixture
 def with_own_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, of in (("own sum", OwnSum), ("slow", Slow)):
+    for name, of in (("own sum", OwnSum), ("own momentum", OwnMomentum), ("slow", Slow)):
         monkeypatch.setitem(registry.algorithms._values, name, of)
 
 
@@ -414,8 +423,9 @@ def test_a_gpu_takes_kernels_for_muons_arithmetic_and_the_plan_names_the_rest(
     assert select(chosen, [{}], tensors, torch.device("cpu")).options.fused is False
 
 
+@pytest.mark.usefixtures("with_own_algorithms")
 def test_a_parameter_with_another_algorithm_decides_for_all() -> None:
-    options, groups = MuonOptions(), [{}, {"algorithm": "adamuon"}]
+    options, groups = MuonOptions(), [{}, {"algorithm": "own sum"}]
     algorithm = algorithm_of(options, groups)
     assert OWN in fused.foreach_reason(options, algorithm, [torch.zeros(2, 2)] * 2)
     assert (

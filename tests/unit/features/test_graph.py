@@ -1,6 +1,7 @@
 """muon.expert.cuda_graph: the operators of a step, from its first bucket to its last, are those of the step before."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
-from tests.shared import muon_keywords
-from titan_muon import Muon
+from tests.shared import message, muon_keywords
+from titan_muon import Muon, registry
 from titan_muon.engine.faults.skip import NormCheck
+from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.step.step import MuonStep
 from titan_muon.kernels import graph
 from titan_muon.kernels.fused import Kernels
@@ -258,3 +260,54 @@ class Broken:
 def test_the_comparison_finds_what_a_graph_cannot_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernels, "apply", lambda kernels, index: getattr(Broken, name)(kernels))
     assert differing(steps_of({})) != []
+
+
+# --- refusals on a GPU ---
+
+
+class Unknown(MuonAlgorithm):
+    """Of another package, with a `rescale` that may read anything."""
+
+    def rescale(self, whole: Tensor, states: Any, group: Any, *, transposed: bool) -> None:
+        """Nothing."""
+
+
+class Known(Unknown):
+    """Reads nothing."""
+
+    def kind(self, group: Any) -> None:
+        """None."""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"fused": False}, r"cuda_graph = True needs the kernels of fused, .* \(fused = False\); set False"),
+        (
+            {"state_dtype": "int8"},
+            r"cuda_graph = True needs the kernels .* 'int8' has a momentum of its own\); set False",
+        ),
+        (
+            {"algorithm": "unknown"},
+            r"cuda_graph = True does not know .* algorithm = 'unknown' reads .*; define kind\(\)",
+        ),
+        ({"algorithm": "known"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(
+    options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, made in (("unknown", Unknown), ("known", Known)):
+        monkeypatch.setitem(registry.algorithms._values, name, made)
+    with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu():
+        muon = Muon(
+            [("w", nn.Parameter(torch.empty(8, 4, device="cuda")))], **muon_keywords(cuda_graph=True, **options)
+        )
+        said = message(muon.build)
+        assert re.match(text, said) if text else not said
+        if not text:
+            assert "not measured on a GPU" in muon.plan.reason
+            assert muon.options.keep_buffers
+            assert "cuda_graph = True does not take offload = 'state'" in message(muon.offload)
+            muon.close()

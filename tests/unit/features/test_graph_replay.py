@@ -1,4 +1,4 @@
-"""muon.expert.cuda_graph: a recorded step that replays on other gradients, rates and momenta has the bits of eager steps.
+"""muon.expert.cuda_graph: a recorded step, replayed on other gradients and rates, has the bits of eager steps.
 
 The record stands for a CUDA graph: it has the operators, launches and collectives of a step with their tensors, and a
 replay runs them again. Kernels run under Triton's interpreter.
@@ -22,7 +22,6 @@ from titan_muon import Expert, Hybrid, Muon
 from titan_muon.engine.exchange.exchange import Collectives, wait_all
 from titan_muon.kernels import batches, fused, graph
 from titan_muon.kernels.launch import TableLaunch
-from titan_muon.options import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SHAPES = {"a": (24, 40), "b": (24, 40), "tall": (33, 20), "experts": (3, 16, 32)}

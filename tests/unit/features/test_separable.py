@@ -18,7 +18,7 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
-KERNELS = [f"kernels.{name}" for name in ("batches", "fused", "launch", "passes", "tables")]
+KERNELS = [f"kernels.{name}" for name in ("batches", "fused", "graph", "launch", "passes", "tables")]
 FILES = [*FEATURES, *KERNELS]
 
 STEPS = """
@@ -66,7 +66,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
         pytest.param(
-            tuple(KERNELS),
+            tuple(name for name in KERNELS if name != "kernels.graph"),
             "expert=Expert(fused=True)",
             "None",
             marks=needs_interpreter,

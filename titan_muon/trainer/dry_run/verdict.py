@@ -45,7 +45,7 @@ class Verdict:
     @property
     def in_passes(self) -> int:
         accumulated = self.memory.gradients if self.training.passes > 1 else 0
-        return self._rest + accumulated + self.training.memory.total
+        return self._rest + accumulated + self.memory.kept + self.training.memory.total
 
     @property
     def in_step(self) -> int:
