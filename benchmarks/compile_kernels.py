@@ -244,6 +244,7 @@ class PassCase:
         dtypes: of the tensors: averages, gradients and packed, or weights and updates.
         flat, aligned: see `Table`.
         cautious: `update` alone, where bfloat16 weights are rounded stochastically.
+        gathers: `advance` alone.
     """
 
     target: Architecture
@@ -252,15 +253,16 @@ class PassCase:
     flat: bool = True
     aligned: bool = True
     cautious: bool = False
+    gathers: str = "momentum"
 
     def launch(self) -> Launch:
         words, tiles = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
         dtypes = [getattr(torch, name) for name in self.dtypes]
-        options = dict(zip(OPERANDS[self.kernel], dtypes, strict=True))
+        options: dict[str, Any] = dict(zip(OPERANDS[self.kernel], dtypes, strict=True))
         float32, x = torch.empty(1, device="meta"), torch.empty(1, dtype=dtypes[-1], device="meta")
         more: tuple[Any, ...] = ()
         if self.kernel == "advance":
-            options |= {"PACKS": True}
+            options |= {"PACKS": True, "GATHERS": self.gathers}
         elif self.kernel == "update":
             options |= {"CAUTIOUS": self.cautious, "STOCHASTIC": self.dtypes[0] == "bfloat16"}
         elif self.kernel == "norm_parts":
@@ -329,6 +331,8 @@ def pass_cases() -> Iterator[PassCase]:
     for target, (flat, aligned) in product(ARCHITECTURES, layouts):
         for state, grad in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
             yield PassCase(target, "advance", (state, grad, "bfloat16"), flat, aligned)
+        for gathers, wire in (("signs", "bfloat16"), ("copy", "float32")):
+            yield PassCase(target, "advance", ("float32", "float32", wire), flat, aligned, gathers=gathers)
         for weight, cautious in product(("float32", "bfloat16"), (False, True)):
             yield PassCase(target, "update", (weight, "bfloat16"), flat, aligned, cautious)
         yield PassCase(target, "norm_parts", ("bfloat16",), flat, aligned)
