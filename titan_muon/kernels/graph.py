@@ -25,6 +25,7 @@ from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import group_numbers
 from ..engine.step.gradients import StepGradients
 from ..engine.step.step import MuonStep, Runner, trace_range
+from ..engine.tensors.process_groups import backends
 from ..engine.tensors.warning import warn
 from ..options import OptionError
 from .fused import Kernels, foreach_reason
@@ -164,6 +165,9 @@ class GraphFeature(Feature):
 
     def runner(self, parts: BuiltStep) -> Runner | None:
         """The step as graphs."""
+        on_gpu = parts.rank.device.type == "cuda"
+        if on_gpu and parts.rank.plan.buckets and backends().get("cuda") == "gloo":
+            raise OptionError("cuda_graph", "= True needs NCCL, because gloo exchanges on the host; set False")
         warn("cuda_graph = True: a step is one CUDA graph, which is not measured on a GPU")
         assert isinstance(parts.passes, Kernels), "see `check`"
         groups = zip(group_numbers(parts.rank), parts.rank.params, strict=True)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
 from tests.shared import message, muon_keywords
-from titan_muon import Muon, registry
+from titan_muon import Expert, Hybrid, Muon, preview, registry
 from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.step.step import MuonStep
@@ -311,3 +311,48 @@ def test_what_cannot_be_captured_is_refused(
             assert muon.options.keep_buffers
             assert "cuda_graph = True does not take offload = 'state'" in message(muon.offload)
             muon.close()
+
+
+def test_a_preview_says_that_buffers_stay_and_that_no_gpu_has_run_it() -> None:
+    text = str(
+        preview(lambda: nn.Linear(64, 64), optimizer=lambda model: Hybrid(model, expert=Expert(cuda_graph=True)))
+    )
+    assert "not measured on a GPU" in text
+    assert re.search(r"of these, [\d.]+ MiB of buffers and matrices stay between steps", text)
+
+
+def test_graphs_are_captured_apart_from_other_threads_and_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            made.append(self)
+            self.log = list[str]()
+
+        def pool(self) -> Any:
+            return self
+
+        def replay(self) -> None:
+            self.log.append("replay")
+
+        def reset(self) -> None:
+            self.log.append("reset")
+
+    @contextmanager
+    def capture(of: Graph, pool: Any = None, capture_error_mode: str = "") -> Iterator[None]:
+        of.log.append(f"{capture_error_mode}, {'own memory' if pool is None else f'memory of {made.index(pool)}'}")
+        yield
+
+    with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu():
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
+        param = nn.Parameter(torch.empty(16, 16, device="cuda"))
+        muon = Muon([("w", param)], expert=Expert(cuda_graph=True))
+        for step in range(10):
+            param.grad = torch.empty(16, 16, device="cuda")
+            if step % 2:
+                skippable(muon, step)
+            muon.step()
+        muon.close()
+    assert made[0].log == ["thread_local, own memory", "replay", "replay", "reset"]
+    assert made[1].log == ["thread_local, memory of 0", "replay", "replay", "reset"]

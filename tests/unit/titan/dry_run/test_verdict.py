@@ -102,6 +102,8 @@ def test_the_peak_is_the_maximum_of_backward_and_step() -> None:
     assert verdict(10 * GIB, passes=2).peak == (10 + 10 + 5 + 10 + 26) * GIB, "accumulated gradients stay"
     small = replace(verdict(10 * GIB), training=replace(verdict(0).training, memory=PassMemory(0, 0, 0)))
     assert small.peak == (10 + 10 + 5 + 10 + 1 + 2) * GIB
+    captured = replace(verdict(0).memory, optimizer_states=10 * GIB, keeps_buffers=True)
+    assert replace(verdict(0), memory=captured).peak == (10 + 10 + 5 + 26 + 1 + 2) * GIB, "buffers stay in backward"
     assert verdict(10 * GIB).fits
     assert not verdict(40 * GIB).fits
     assert sum(memory_parts(verdict(GIB)).values()) >= verdict(GIB).peak
