@@ -183,7 +183,7 @@ def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     expert = Expert(**{name: options.pop(name) for name in EXPERT if name in options})
     try:
         # As if Triton and CUDA graphs ran here.
-        usable = (patch(f"titan_muon.kernels.{name}.usable", return_value=True) for name in ("fused", "graph"))
+        usable = (patch(f"titan_muon.kernels.{name}", return_value=True) for name in ("fused.usable", "graph.captures"))
         with next(usable), next(usable):
             muon = Muon(model.named_parameters(), **options, expert=expert).build()
         if options.get("overlap") == "forward":

@@ -130,7 +130,7 @@ NOT_CAPTURED = {
 WHOLE_MATRIX = ("update", "prepare", "orthogonalize", "rescale")
 
 
-def usable(kind: str) -> bool:
+def captures(kind: str) -> bool:
     """Whether steps on a type of device can be captured."""
     return kind == "cuda"
 
@@ -147,7 +147,7 @@ class GraphFeature(Feature):
                     f"= True does not take {name} = {value!r}, because {reason}; set {needed!r}, or cuda_graph = False"
                 )
                 raise OptionError("cuda_graph", problem)
-        if not usable(context.device):
+        if not captures(context.device):
             raise OptionError("cuda_graph", f"= True captures a step on a GPU, not on {context.device}; set False")
         if options.fused is not True:
             reason = foreach_reason(options, algorithm_of(options), [tensor for _, tensor in context.named])

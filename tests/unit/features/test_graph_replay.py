@@ -91,7 +91,7 @@ def patched(patch: pytest.MonkeyPatch) -> None:
     """Captured steps on the CPU."""
     patch.setattr(RecordedGraph, "made", [], raising=False)
     patch.setattr(graph, "CudaGraph", RecordedGraph)
-    patch.setattr(graph, "usable", lambda kind: True)
+    patch.setattr(graph, "captures", lambda kind: True)
     # The interpreter takes a millisecond for a program.
     patch.setattr(batches, "PARTS", 4)
 
