@@ -138,8 +138,8 @@ def advance(  # type: ignore[no-untyped-def]
         result = _rounded(tl.where(present, blend, float("nan")), PACKED)
         if GATHERS == "signs":
             wide = result.to(tl.float32)
-            # NaN for NaN and infinity.
-            result = _rounded(tl.where(wide > 0, 1.0, tl.where(wide < 0, -1.0, 0.0)) + (wide - wide), PACKED)
+            signs = tl.where(wide > 0, 1.0, tl.where(wide < 0, -1.0, 0.0))
+            result = _rounded(tl.where(tl.abs(wide) < float("inf"), signs, float("nan")), PACKED)
         packed = _pointers(words + ROW_HEADER + 8, vector, index, cols, PACKED, FLAT, ALIGNED)
         tl.store(packed, result, mask=inside)
 
