@@ -180,6 +180,9 @@ PAIRS = "HSDP + TP"
 def refusal(model: nn.Module, choices: Sequence[Setting]) -> str:
     """The error of Muon for a model and options; empty if Muon accepts the options."""
     options: dict[str, Any] = {"machine": SLOW, **dict(choices)}
+    if options.get("cuda_graph"):
+        # As on a GPU.
+        options.setdefault("fused", True)
     expert = Expert(**{name: options.pop(name) for name in EXPERT if name in options})
     try:
         # As if Triton and CUDA graphs ran here.
