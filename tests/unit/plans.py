@@ -218,7 +218,7 @@ def mixed_work(parameter: int, rows: int, cols: int) -> Work:
 
 
 def plan_of(parameters: Sequence[Parameter], machine: MachineRates | None = None, **options: object) -> Plan:
-    return make_plan(parameters, work, MuonOptions(**options), machine)  # type: ignore[arg-type]
+    return make_plan(parameters, work, MuonOptions(**options), machine)
 
 
 @st.composite
@@ -244,7 +244,7 @@ def plans(
     machine = draw(st.sampled_from(MACHINES))
     options = MuonOptions(
         exchange=exchange,
-        replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
+        replicas=draw(st.sampled_from(REPLICAS)),
         buffer_gib=draw(st.sampled_from(["auto", 256 / 2**30, 1024 / 2**30, 4096 / 2**30])),
         overlap=draw(st.sampled_from(overlaps)),
         planner=draw(st.sampled_from(["search", "search", "rule"])),
@@ -266,7 +266,7 @@ def first_plan(parameters: Sequence[Parameter], machine: MachineRates, *options:
     return either_plan(parameters, machine, options[-1])
 
 
-def either_plan(parameters: Sequence[Parameter], machine: MachineRates, options: MuonOptions) -> Plan:
+def either_plan(parameters: Sequence[Parameter], machine: MachineRates | None, options: MuonOptions) -> Plan:
     """The plan by the planner of the options."""
     if options.planner == "rule":
         return plan_by_rule(PlanRequest(parameters, mixed_work, options, Elements()))

@@ -1,11 +1,10 @@
 """Architecture: one-way imports, collectives in one file, and short files and functions."""
 
 import ast
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -122,51 +121,6 @@ def test_nothing_in_the_library_imports_what_stands_beside_it() -> None:
         assert importing <= {beside, "__init__", "command"}, beside
 
 
-PRIVATE_FILES = ("owned/private.py", "features/private.py", "engine/tensors/process_groups.py")
-"""Files for private names of PyTorch, which change without notice. Each has a test for new versions."""
-PRIVATE = {
-    "titan_muon/assignment/roles.py": {"_ConvNd"},
-    "titan_muon/features/backward.py": {"_version"},
-    "titan_muon/plugins/huggingface_attention.py": {"_attn_implementation"},
-    "titan_muon/hybrid.py": {"_optimizer_load_state_dict_post_hooks"},
-    "titan_muon/owned/hooks.py": {"_pytree"},
-    "titan_muon/owned/param_group.py": {"_version"},
-    "titan_muon/engine/state/saved.py": {"_optimizer_load_state_dict_pre_hooks"},
-    "titan_muon/engine/step/gradients.py": {"_local_tensor"},
-    "titan_muon/engine/step/step.py": {"_profiler_enabled"},
-    "titan_muon/engine/tensors/dtensor.py": {"_local_tensor", "_StridedShard"},
-}
-"""Private names in further files, by file. Tests of the file's behaviour fail without the name."""
-# Public by their documentation.
-NO_PRIVATE = {"_replace", "_asdict", "_fields"}
-
-
-@cache
-def own_private_names() -> set[str]:
-    """Names that the package defines: functions, classes, fields, and attributes of `self`."""
-    names = set()
-    for node in (node for path in files("titan_muon") for node in ast.walk(tree(path))):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.AnnAssign | ast.Attribute) and "self." in ast.unparse(node):
-            target = node.target if isinstance(node, ast.AnnAssign) else node
-            stored = isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
-            names |= {target.attr} if stored else set()  # type: ignore[union-attr]
-        elif isinstance(node, ast.AnnAssign):
-            names.add(ast.unparse(node.target))
-    return names
-
-
-@pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_private_names_of_pytorch_are_in_a_few_files(path: Path) -> None:
-    if name(path).removeprefix("titan_muon/") in PRIVATE_FILES:
-        return
-    attributes = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
-    imported = {part for module in imports(path) if within(module, "torch") for part in module.split(".")}
-    private = {word for word in attributes | imported if re.match(r"_(?!_|foreach_)", word)}
-    assert private - own_private_names() - NO_PRIVATE == PRIVATE.get(name(path), set())
-
-
 def called(path: Path, names: set[str]) -> Iterator[str]:
     """Uses of torch.distributed functions and DTensor methods with the passed names."""
     functions = {node.asname or node.name for node in from_distributed(path)}
@@ -193,22 +147,13 @@ def test_only_three_folders_and_clipping_call_collectives(path: Path) -> None:
     if (
         part(path) in ("owned", "audit")
         or path == PACKAGE / "plugins" / "clip.py"
-        or name(path.parent)
-        in (
-            "titan_muon/engine/exchange",
-            "titan_muon/engine/faults",
-        )
+        or name(path.parent) in ("titan_muon/engine/exchange", "titan_muon/engine/faults")
     ):
         return
     assert list(called(path, COLLECTIVES)) == []
     methods = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute) and node.attr in REDISTRIBUTING)
     assert [ast.unparse(node) for node in methods] == []
     assert not any("_functional_collectives" in module for module in imports(path))
-
-
-def test_only_the_command_imports_the_audit() -> None:
-    importing = [name(path) for path in OURS if any(within(module, "titan_muon.audit") for module in imports(path))]
-    assert [file for file in importing if not file.startswith("titan_muon/audit/")] == ["titan_muon/command.py"]
 
 
 def imported_files(path: Path) -> set[Path]:
@@ -236,37 +181,21 @@ def folder_of(path: Path) -> str:
     return "/".join(inside[:-1] if len(inside) > 2 else inside)
 
 
-def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """A circle from a node to the imports; empty without any."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-def test_no_files_import_in_a_circle() -> None:
-    """Imports inside a function or for type checks alone count."""
-    assert circle({name(path): {name(other) for other in imported_files(path)} for path in OURS}) == []
-
-
-def test_no_folders_import_in_a_circle() -> None:
+@pytest.mark.parametrize("node_of", [name, folder_of])
+def test_no_files_and_no_folders_import_in_a_circle(node_of: Callable[[Path], str]) -> None:
+    """Imports inside a function or for type checks count. `prepare` raises CycleError with the circle."""
     graph: dict[str, set[str]] = {}
     for path in OURS:
-        others = {folder_of(other) for other in imported_files(path)} - {folder_of(path)}
-        graph.setdefault(folder_of(path), set()).update(others)
-    assert circle(graph) == []
+        others = {node_of(other) for other in imported_files(path)} - {node_of(path)}
+        graph.setdefault(node_of(path), set()).update(others)
+    TopologicalSorter(graph).prepare()
 
 
-def test_the_searches_find_collectives_and_circles() -> None:
+def test_the_searches_find_collectives_and_imports() -> None:
     """Guards the tests against a moved folder."""
-    assert len(list(called(PACKAGE / "engine/exchange/exchange.py", COLLECTIVES))) >= 5
-    assert {"planner", "trainer", "engine", "owned"} <= {part(path) for path in files("titan_muon")}
-    exchange = imported_files(PACKAGE / "engine/exchange/exchange.py")
-    assert "titan_muon/engine/layout" in {folder_of(other) for other in exchange}
-    assert folder_of(PACKAGE / "trainer/torchtitan/compat.py") == "titan_muon/trainer/torchtitan"
-    assert folder_of(PACKAGE / "trainer/run/job.py") == "titan_muon/trainer/run"
-    assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == 4
+    exchange = PACKAGE / "engine/exchange/exchange.py"
+    assert len(list(called(exchange, COLLECTIVES))) >= 5
+    assert "titan_muon/engine/layout" in {folder_of(other) for other in imported_files(exchange)}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=name)
@@ -282,8 +211,8 @@ def test_no_file_and_no_function_is_too_long(path: Path) -> None:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if ast.get_docstring(node) is not None else None
-            explained = first.end_lineno - first.lineno + 1 if first is not None else 0  # type: ignore[operator]
-            length = node.end_lineno - node.lineno + 1 - explained  # type: ignore[operator]
+            explained = first.end_lineno - first.lineno + 1 if first is not None else 0
+            length = node.end_lineno - node.lineno + 1 - explained
             assert length <= LONGEST_FUNCTION, f"{name(path)}:{node.lineno} {node.name} has {length} lines"
 
 
@@ -327,17 +256,11 @@ def test_no_module_has_a_mutable_global(path: Path) -> None:
     In the library the annotation is read-only (Mapping, Sequence), so that mypy refuses writes.
     """
     variables = dict(collections(path))
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree(path)))
     assert [variable for variable in variables if variable != variable.upper()] == []
     assert set(variables) & set(written(path)) == set()
     if path in LIBRARY:
         assert [variable for variable, read_only in variables.items() if not read_only] == []
-
-
-@pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_no_file_uses_id_or_global(path: Path) -> None:
-    for node in ast.walk(tree(path)):
-        assert not isinstance(node, ast.Global), f"{name(path)}:{node.lineno} global"
-        assert not (isinstance(node, ast.Call) and ast.unparse(node.func) == "id"), f"{name(path)}:{node.lineno} id()"
 
 
 def test_the_architecture_page_has_every_file() -> None:

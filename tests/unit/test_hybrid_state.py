@@ -56,15 +56,6 @@ def _registered() -> Iterator[None]:
 # Events that change no digit
 
 
-def read_state(run: Run) -> None:
-    for parameter in run.model.parameters():
-        run.hybrid.state[parameter]
-
-
-def rebuild(run: Run) -> None:
-    run.hybrid.rebuild()
-
-
 def replace_parameters(run: Run) -> None:
     new: dict[Any, nn.Parameter] = {}
     for module in run.model.modules():
@@ -80,35 +71,15 @@ def load_its_own(run: Run) -> None:
     run.hybrid.load_state_dict(copy.deepcopy(run.hybrid.state_dict()))
 
 
-def load_into_the_parts(run: Run) -> None:
-    for part in run.hybrid.optimizers.values():
-        part.load_state_dict(copy.deepcopy(part.state_dict()))
-
-
 def add_a_group(run: Run) -> None:
     for optimizer in (run.hybrid, run.hybrid.optimizers["adamw"]):
         with pytest.raises(ValueError, match="build a new Hybrid"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "param_names": ["new"]})
 
 
-def deep_copy(run: Run) -> None:
-    run.model, run.hybrid = copy.deepcopy((run.model, run.hybrid))
-
-
-def pickled(run: Run) -> None:
-    run.model, run.hybrid = pickle.loads(pickle.dumps((run.model, run.hybrid)))
-
-
 def refuse_to_offload(run: Run) -> None:
     with pytest.raises(OptionError, match="torch_adam cannot move its states"):
         run.hybrid.offload()
-
-
-def freeze_and_thaw(run: Run) -> None:
-    for needed in (False, True):
-        for name in (MUON, ADAMW, OTHER):
-            run.model.get_parameter(name).requires_grad_(needed)
-        run.hybrid.rebuild()
 
 
 def load_after_a_refused_load(run: Run) -> None:
@@ -126,21 +97,34 @@ def load_after_a_refused_load(run: Run) -> None:
             run.hybrid.load_state_dict(wrong)
 
 
-SAME: dict[str, Callable[[Run], None]] = {
-    function.__name__: function
-    for function in (
-        read_state,
-        rebuild,
-        replace_parameters,
-        load_its_own,
-        load_into_the_parts,
-        add_a_group,
-        deep_copy,
-        pickled,
-        refuse_to_offload,
-        freeze_and_thaw,
-        load_after_a_refused_load,
-    )
+def copied_by(copying: Callable[[Any], Any]) -> Callable[[Run], None]:
+    def event(run: Run) -> None:
+        run.model, run.hybrid = copying((run.model, run.hybrid))
+
+    return event
+
+
+def freeze_and_thaw(run: Run) -> None:
+    for needed in (False, True):
+        for name in (MUON, ADAMW, OTHER):
+            run.model.get_parameter(name).requires_grad_(needed)
+        run.hybrid.rebuild()
+
+
+SAME: dict[str, Callable[[Run], Any]] = {
+    "read_state": lambda run: [run.hybrid.state[parameter] for parameter in run.model.parameters()],
+    "rebuild": lambda run: run.hybrid.rebuild(),
+    "replace_parameters": replace_parameters,
+    "load_its_own": load_its_own,
+    "load_into_the_parts": lambda run: [
+        part.load_state_dict(copy.deepcopy(part.state_dict())) for part in run.hybrid.optimizers.values()
+    ],
+    "add_a_group": add_a_group,
+    "deep_copy": copied_by(copy.deepcopy),
+    "pickled": copied_by(lambda things: pickle.loads(pickle.dumps(things))),
+    "refuse_to_offload": refuse_to_offload,
+    "freeze_and_thaw": freeze_and_thaw,
+    "load_after_a_refused_load": load_after_a_refused_load,
 }
 MOMENTS = ("before the first step", "between steps", "after a load")
 
@@ -156,7 +140,7 @@ def shares_one_state(run: Run) -> bool:
     return same_groups and same_states and named and set(run.hybrid.state) <= known
 
 
-def problems_of(run: Run, moment: str, event: Callable[[Run], None], shard: Any = None) -> list[str]:
+def problems_of(run: Run, moment: str, event: Callable[[Run], Any], shard: Any = None) -> list[str]:
     """Failed claims about a run with an event at a moment, beside a run without."""
     reference = run_of(shard=shard)
     if moment != "before the first step":

@@ -156,31 +156,3 @@ def test_no_order_comes_from_a_set(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
     found = [(line, what) for line, what in orders(path.read_text()) if (name, what) not in ALLOWED]
     assert not found, f"{name}: sort these by a key without ties, or keep a dict: {found}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "kinds = {kind for kind in given}\nbest = max((cost(k) for k in kinds), key=len)",
-        "def names(given: set[str]) -> str:\n    return ', '.join(given)",
-        "for key in group.keys() & wanted:\n    print(key)",
-        "first = next(iter({*given}))",
-        "ordered = sorted(items, key=id(items))",
-        "class A:\n    def __init__(self):\n        self.seen = set()\n    def all(self):\n        return [*self.seen]",
-    ],
-)
-def test_the_lint_sees(text: str) -> None:
-    assert orders(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x = sorted({k for k in given})",
-        "x = {*a, *{b}}",
-        "x = any(k for k in set(a))",
-        "for k in dict.fromkeys(a):\n  k",
-    ],
-)
-def test_the_lint_passes(text: str) -> None:
-    assert not orders(text)

@@ -18,12 +18,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from tests.shared import muon_keywords
+from tests.unit.plans import either_plan, mesh_of, parameter_of
 from tests.unit.test_hybrid import Decoder
 from titan_muon import (
     Expert,
     Hybrid,
     Muon,
-    Owners,
     Rule,
     Split,
     as_torch,
@@ -31,7 +31,6 @@ from titan_muon import (
     converted,
     head_splits,
     own,
-    parameter_groups,
     registry,
 )
 from titan_muon.adamw import AdamW
@@ -43,7 +42,7 @@ from titan_muon.engine.step.muon import MuonAlgorithm, lr_factor
 from titan_muon.engine.tensors.matrices import check_splits, stack_of
 from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.kernels.measured import kernels_for
-from titan_muon.options import Machine, OptionError
+from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.owned.param import place_on_owners
 from titan_muon.planner.machine import machine_of
 from titan_muon.plugins.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, query_rows
@@ -137,6 +136,17 @@ def step_without(grads: tuple[str, ...], sparse: str = "") -> None:
     made.step()
 
 
+def lost(kind: Any) -> None:
+    """A step after a group lost a parameter: names of the remaining ones would move to others."""
+    params = {name: weight() for name in "abc"}
+    built = kind(params.items())
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    built.step()
+    del built.param_groups[0]["params"][1]
+    built.step()
+
+
 def closed() -> None:
     param = weight()
     built = muon(("w", param))
@@ -209,36 +219,36 @@ CYCLE = "...cannot cycle Muon's momentum and AdamW's betas ... cycle_momentum=Fa
 NAMES = "it takes a name, or a list of different names"
 MUON = "..., and Muon"
 META = {"device": "meta"}
+FOUR = [parameter_of(f"{i}.w", (64, 64), mesh_of(4), Cut(0)) for i in range(4)]
+CANS = (
+    *((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630)),
+    *((3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162)),
+)
+"""As published: each step ends where the next begins to diverge."""
 CLIPPED = HeadWeight("wq", torch.ones(8, 2), query_rows(4))
 ONE_HEAD = HeadWeight("w", torch.ones(8, 2), (HeadRows(4, "query", 1),))
 
+# fmt: off
 REFUSALS: list[tuple[Callable[[], object], str]] = [
     # Keywords of Muon and of Expert
     (lambda: muon(learning_rate=1), "...no keyword learning_rate. ...Did you mean lr...weight_decay"),
-    (lambda: muon(momentun=1), "...no keyword momentun. ...Did you mean momentum...weight_decay"),
     (lambda: Muon([], exchange=1), "...no keyword exchange. ...Did you mean expert=Expert(exchange=...)?"),
-    (lambda: Muon([], exchang=1), "...no keyword exchang. ...Did you mean expert=Expert(exchange=...)?"),
     (lambda: Muon([], missing_grad=1), "...no keyword missing_grad. ...expert=Expert(on_bad_gradient=...)?"),
     (lambda: muon(zzz=1), "...no keyword zzz...It takes...weight_decay"),
     (lambda: Muon([], expert={"exchange": "all_gather"}), "expert = ... write expert=titan_muon.Expert"),
-    (lambda: Muon([], expert=None), "expert = ... write expert=titan_muon.Expert"),
     # Removed options
     (lambda: muon(overlap="backward"), "overlap = 'backward' was removed: ...set 'forward'"),
     (lambda: Expert(split_over=2), "split_over was removed: ...leave it out"),
     (lambda: Hybrid(nn.Linear(4, 4), tp_mode="owner"), "tp_mode was removed: ...leave it out"),
     (lambda: Expert(whole_freq=5), "whole_freq was removed: ...leave it out"),
     (lambda: own(nn.Linear(4, 4), tp_pieces="whole"), "tp_pieces was removed: ...leave it out"),
-    (lambda: Owners(nn.Linear(4, 4), tp_pieces="peers"), "tp_pieces was removed: ...leave it out"),
     (lambda: Muon([], block_lr_scale=0.5), "block_lr_scale was removed with whole_freq"),
-    (lambda: muon(on_bad_gradient="skip"), "on_bad_gradient = 'skip' was removed, because undoing parts of a step"),
     (lambda: muon(on_bad_gradient="skip_nonfinite"), "...was removed, because undoing parts of a step"),
     (lambda: muon(ns_kernel="quack"), "ns_kernel = 'quack' was removed: no run measured it; set 'auto' or 'triton'"),
     (lambda: muon(ns_coefficients="aol"), "...was removed: it scaled rows and no run gained by it; set another set"),
     # Values
     (lambda: muon(lr="1e-3"), "lr = '1e-3' is not accepted"),
     (lambda: muon(lr=-1e-3), "lr = -0.001 ...it takes 0 or more"),
-    (lambda: muon(lr=math.nan), "lr = nan ...it takes 0 or more"),
-    (lambda: muon(lr=None), "lr = None ...it takes 0 or more"),
     (lambda: muon(momentum=1.0), "momentum = 1.0 ...it takes a number from 0 to less than 1"),
     (lambda: muon(ns_steps=0), "ns_steps = 0 ...it takes 1 or more"),
     (lambda: muon(eps=0.0), "eps = 0.0 ...it takes more than 0"),
@@ -247,39 +257,28 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: muon(adjust_lr_fn=0.0), "adjust_lr_fn = 0.0 is not accepted"),
     (lambda: lr_factor("rms", 2, 2), "adjust_lr_fn = ...match_rms_adamw, original, spectral_unclamped"),
     (lambda: muon(momentum_warmup_steps=-1), "momentum_warmup_steps = -1 is not accepted"),
-    (
-        lambda: muon(exchange="all_to_al"),
-        "exchange = ...is not one of all_to_all, two_hops, all_gather, all_gather_reduce_scatter",
-    ),
+    (lambda: muon(exchange="all_to_al"),
+     "exchange = ...is not one of all_to_all, two_hops, all_gather, all_gather_reduce_scatter"),
     (lambda: muon(on_bad_gradient=None), "on_bad_gradient = None is not one of error, skip_missing, skip_step"),
     (lambda: muon(replicas="both"), "replicas = 'both' is not one of auto, split, redundant"),
-    (lambda: muon(algorithm=None), f"algorithm = None ...{NAMES}"),
     (lambda: muon(algorithm={"muon"}), f"algorithm = ...{NAMES}"),
     (lambda: muon(algorithm=["muon", "muon"]), f"algorithm = ...{NAMES}"),
-    (lambda: muon(algorithm=[]), f"algorithm = () ...{NAMES}"),
     (lambda: muon(algorithm="normoun"), "algorithm = 'normoun' is unknown; did you mean 'normuon'"),
-    (lambda: muon(algorithm=["normuon", "soup"]), "algorithm = 'soup' is unknown; did you mean 'soap'"),
     (lambda: muon(split=[{"match": "*"}]), "split...split=[titan_muon.Split("),
-    (lambda: muon(split={"match": "*"}), "split...split=[titan_muon.Split("),
     (lambda: muon(split=Split(match="*", dims="f d -> | f d")), "split...split=[titan_muon.Split("),
     # Options that do not fit each other
     (lambda: muon(algorithm="muonh"), "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
-    (lambda: muon(algorithm=["muonh", "normuon"]), "weight_decay = 0.1: algorithm = 'muonh' keeps the norm"),
     (lambda: muon(**SPHERE, cautious=True), "cautious = True changes weight decay"),
     (lambda: muon(**SPHERE, decay_follows_lr=True), "decay_follows_lr = True changes weight decay"),
     (lambda: muon(**SPHERE, overlap="forward"), "overlap = 'forward' applies updates in forward"),
     (lambda: muon(**SPHERE, offload="parameters"), "offload = 'parameters'"),
     (lambda: muon(beta2=0.9), "beta2 = 0.9 has no effect without algorithm = 'normuon', 'adamuon' or 'soap'; set both"),
-    (lambda: muon(**(SPHERE | {"algorithm": ["muoneq", "muonh"]}), beta2=0.9), "beta2 = 0.9 has no effect"),
     (lambda: muon(soap_freq=5), "soap_freq = 5 has no effect without algorithm = 'soap'; set both, or neither"),
     (lambda: muon(momentum_start=0.5), "momentum_start = 0.5 has no effect without momentum_warmup_steps"),
-    (
-        lambda: muon(algorithm=["normuon", "adamuon"]),
-        "algorithm = ['normuon', 'adamuon']: two of these keep a state of the same name; take one of them",
-    ),
+    (lambda: muon(algorithm=["normuon", "adamuon"]),
+     "algorithm = ['normuon', 'adamuon']: two of these keep a state of the same name; take one of them"),
     (lambda: muon(algorithm=["soap", "adamuon"]), "...two of these change the momentum; take one of them"),
     (lambda: muon(algorithm=["soap", "muonh"]), "...two of these change the update of the weights; take one of them"),
-    (lambda: muon(algorithm="soap", state_dtype="int8"), "state_dtype = 'int8' does not fit algorithm = 'soap'"),
     (lambda: muon(algorithm="soap", state_dtype="bfloat16"), "state_dtype = 'bfloat16'...set 'float32'"),
     (lambda: muon(algorithm="soap", offload="state"), "offload = 'state' does not fit algorithm = 'soap'"),
     (lambda: muon(algorithm="soap", offload="parameters"), "offload = ...CPUOffloadPolicy implies 'parameters'"),
@@ -289,47 +288,32 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: muon(algorithm="soap", ns_kernel="plain"), "ns_kernel = ...it has no Newton-Schulz; set 'auto'"),
     (lambda: muon(algorithm="soap", ns_dtype="float32"), "ns_dtype = 'float32' does not fit"),
     (lambda: muon(algorithm="soap", ns_steps=7), "ns_steps = 7 has no effect"),
-    (
-        lambda: muon(algorithm="soap", adjust_lr_fn="original"),
-        "adjust_lr_fn = 'original' has no effect with algorithm = 'soap'",
-    ),
+    (lambda: muon(algorithm="soap", adjust_lr_fn="original"),
+     "adjust_lr_fn = 'original' has no effect with algorithm = 'soap'"),
     (lambda: muon(state_dtype="int8", offload="state"), "...int8"),
     (lambda: muon(state_dtype="int8", state="owner"), "...int8"),
-    (
-        lambda: muon(state="owner", exchange="all_gather_reduce_scatter"),
-        "state = 'owner': exchange = ... or state = 'replicated'",
-    ),
+    (lambda: muon(state="owner", exchange="all_gather_reduce_scatter"),
+     "state = 'owner': exchange = ... or state = 'replicated'"),
     (lambda: muon(state="owner", replicas="redundant"), "state = 'owner': replicas = ... or state = 'replicated'"),
     (owner_of_owned, 'state = "owner": weight is owned, and its momentum is on its owner alone already'),
     (lambda: muon(state="owner", planner="rule"), "state = 'owner' needs planner = 'search'"),
     (lambda: muon(fused=True), "fused = True needs Triton, which does not run on cpu; install"),
-    (
-        lambda: muon(fused=True, state_dtype="int8"),
-        "fused = True has no kernels: state_dtype = 'int8' has a momentum of its own; set 'auto'",
-    ),
+    (lambda: muon(fused=True, state_dtype="int8"),
+     "fused = True has no kernels: state_dtype = 'int8' has a momentum of its own; set 'auto'"),
     (lambda: muon(cuda_graph=True), "cuda_graph = True captures a step on a GPU, not on cpu; set False"),
-    *[
-        (
-            lambda name=name, value=value: muon(cuda_graph=True, **{name: value}),
-            f"cuda_graph = True does not take {name} = {value!r}, because ... or cuda_graph = False",
-        )
-        for name, value in (("release_grads", True), ("offload", "state"), ("overlap", "forward"))
-    ],
+    *((lambda name=name, value=value: muon(cuda_graph=True, **{name: value}),
+       f"cuda_graph = True does not take {name} = {value!r}, because ... or cuda_graph = False")
+      for name, value in (("release_grads", True), ("offload", "state"), ("overlap", "forward"))),
     (lambda: kernels_for("triton", torch.device("cpu")), "ns_kernel = 'triton' needs CUDA and the package triton"),
     (lambda: owned_only("overlap", "forward"), "overlap = 'forward' has no effect: ...(layers.0.w), and no other"),
-    (
-        lambda: owned_only("exchange", "all_gather"),
-        "exchange = 'all_gather' has no effect: ...(layers.0.w), and no other",
-    ),
+    (lambda: owned_only("exchange", "all_gather"),
+     "exchange = 'all_gather' has no effect: ...(layers.0.w), and no other"),
     # Coefficients, and the method that computes them
     (lambda: muon(ns_coefficients=()), "ns_coefficients = () ...pion_promotion, or a list that is not empty"),
     (lambda: coefficients("keller_jordon", 5), "...is not one of keller_jordan, ...; did you mean 'keller_jordan'?"),
     (lambda: coefficients("you_jiacheng", 4), "...has 5 steps but ns_steps = 4"),
-    (lambda: coefficients("keller_jordan", 0), "ns_steps = 0"),
-    *[
-        (lambda given=given: coefficients(given, len(given)), "...not three finite numbers")
-        for given in ([[1, 2]], [[1, 2, math.nan]], [["a", 2, 3]], [1.0, 2.0, 3.0])
-    ],
+    (lambda: coefficients([[1, 2, math.nan]], 1), "...not three finite numbers"),
+    (lambda: coefficients([1.0, 2.0, 3.0], 3), "...not three finite numbers"),
     (lambda: Dispatch(dtype="float32").choose(1024, 4096, ((0.0, 5.0, -1.5),) * 5), "...diverge"),
     (lambda: Dispatch("gram", dtype="bfloat16"), "...'gram' diverges in it; choose 'float16' or 'float32'"),
     (lambda: Dispatch("reference", dtype="float32"), "...'reference' is torch.optim.Muon's arithmetic"),
@@ -339,54 +323,34 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: Muon([("w", weight(4, 6, dtype=torch.complex64))]), f"w: has dtype torch.complex64{MUON}"),
     (lambda: Muon([("w", weight(4))]), "w: Muon takes matrices"),
     (lambda: muon(("w", weight(**META))), "w: on the meta device"),
-    (
-        lambda: muon({"params": [weight(), weight()], "param_names": ["w"]}),
-        "...2 parameters and 1 names...ZeroRedundancy",
-    ),
-    (
-        lambda: (param := weight()) is Muon([("a", param), ("b", param)]),
-        "b: is the same tensor as a; give every parameter",
-    ),
-    (lambda: (param := weight()) is muon(param, param), "0.1: is the same tensor as 0.0; give every parameter once"),
+    (lambda: muon({"params": [weight(), weight()], "param_names": ["w"]}),
+     "...2 parameters and 1 names...ZeroRedundancy"),
+    (lambda: (param := weight()) is Muon([("a", param), ("b", param)]),
+     "b: is the same tensor as a; give every parameter"),
     (lambda: flattened(1), "layers.0.w: Muon takes matrices ...DeepSpeed ZeRO... fully_shard (FSDP2)"),
     (lambda: flattened(2), "...1 parameters and 2 names...DeepSpeed ZeRO... fully_shard (FSDP2)"),
-    (
-        lambda: muon(("w", weight(dtype=torch.bfloat16)), **SPHERE),
-        "algorithm = 'muonh' needs float32 weights...: w; keep the weights in float32",
-    ),
+    (lambda: muon(("w", weight(dtype=torch.bfloat16)), **SPHERE),
+     "algorithm = 'muonh' needs float32 weights...: w; keep the weights in float32"),
     (lambda: step_without(("b",)), "no gradient for a: use the parameter in the loss"),
     (lambda: step_without(("a", "b"), "b"), "b: the gradient is sparse, ... torch.optim.SparseAdam"),
     (closed, "...this Muon was closed"),
+    (lambda: lost(Muon), "param_groups: the group of a has 2 parameters and 3 names; "),
+    (lambda: lost(AdamW), "param_groups: the group of a has 2 parameters and 3 names; "),
     # Keys of groups
-    (lambda: grouped(lr=-1.0), "lr = -1.0"),
-    (lambda: grouped(adjust_lr_fn="adam"), "adjust_lr_fn = 'adam'"),
-    (lambda: grouped(algorithm=None), "algorithm = None"),
     (lambda: grouped(algorithm=3), f"algorithm = 3 is not accepted; {NAMES}, in the group of w1"),
     (lambda: grouped(algorithm="adamw"), "algorithm = 'adamw' marks parameters of another algorithm; ...adamw.AdamW"),
-    (
-        lambda: grouped(algorithm="muonh", weight_decay=0.2),
-        "...keeps the norm of each matrix instead; set 0, in the group of w1",
-    ),
-    (
-        lambda: grouped({"state_dtype": "int8"}, algorithm="soap"),
-        "state_dtype = 'int8' does not fit algorithm = 'soap'",
-    ),
+    (lambda: grouped(algorithm="muonh", weight_decay=0.2),
+     "...keeps the norm of each matrix instead; set 0, in the group of w1"),
+    (lambda: grouped({"state_dtype": "int8"}, algorithm="soap"),
+     "state_dtype = 'int8' does not fit algorithm = 'soap'"),
     (lambda: grouped({"overlap": "forward"}, **SPHERE), "overlap = 'forward' applies updates in forward"),
-    (lambda: grouped({"offload": "parameters"}, **SPHERE), "offload = 'parameters'"),
     (lambda: grouped({"beta2": 0.9}, algorithm="muoneq"), "beta2 = 0.9 has no effect without"),
     (lambda: added(maximize=True), "maximize is no key of a Muon group; negate the loss"),
     (lambda: added(momentun=0.9), "momentun is no key of a Muon group; did you mean momentum"),
     (lambda: added(lr_scale="original"), "lr_scale is no key of a Muon group; did you mean adjust_lr_fn"),
-    (
-        lambda: added(exchange="all_gather"),
-        "exchange holds for all parameters of a Muon; pass expert=Expert(exchange=...)",
-    ),
+    (lambda: added(exchange="all_gather"),
+     "exchange holds for all parameters of a Muon; pass expert=Expert(exchange=...)"),
     (lambda: added(use_muon=False), "use_muon = False marks ... titan_muon.adamw.AdamW, ... titan_muon.Hybrid"),
-    (lambda: added(params=[weight(16)]), "v: Muon takes matrices"),
-    (lambda: added(params=[weight(**META)]), "v: on the meta device"),
-    (lambda: added(ns_steps=0), "ns_steps = 0"),
-    (lambda: grouped(maximize=True), "maximize is no key of a Muon group; negate the loss"),
-    (lambda: muon({"params": [("w", weight())], "use_muon": False}), "use_muon = False marks ... titan_muon.Hybrid"),
     # Algorithms of other packages, and their options
     (lambda: muon(algorithm="refusing"), "nesterov is not for this rule"),
     (lambda: mine(mine={"shar": 0.1}), "algorithm_options.mine.shar is unknown; leave it out: ... share, form, count"),
@@ -398,10 +362,9 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: mine(mien={}), "algorithm_options.mien belongs to no algorithm; did you mean 'mine'"),
     (lambda: mine(muon={"share": 1}), "algorithm_options.muon.share is unknown; ... has no options of its own"),
     # Matrices of a parameter
-    *[
-        (lambda shape=shape: stack_of("layers.0.w", shape), f"layers.0.w: Muon takes matrices ...{cause}")
-        for shape, cause in (((), ""), ((4,), "FSDP1"), ((2, 2, 2, 2), "give it to another optimizer"), ((0, 4), ""))
-    ],
+    (lambda: stack_of("a.w", (4,)), "a.w: Muon takes matrices ...FSDP1"),
+    (lambda: stack_of("a.w", (2, 2, 2, 2)), "a.w: Muon takes matrices ...give it to another optimizer"),
+    (lambda: stack_of("a.w", (0, 4)), "a.w: Muon takes matrices"),
     (lambda: check_splits(["w"], [Split(match="o", dims="f d -> | f d")]), "muon.split: 'o' matches no Muon parameter"),
     (lambda: split("(g f) d -> g | f d"), f"{DIMS}leaves the lengths of g, f open"),
     (lambda: split("(g f) d -> g | f d", g=5), f"{DIMS}does not fit the shape (6, 4): g = 5 does not fill 6"),
@@ -417,78 +380,52 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: split("(f d -> | f d"), f"{DIMS}no einops notation"),
     (lambda: split("(a b) c -> | a (b c)", a=2), f"{DIMS}rows and columns within dim 0"),
     (lambda: split("i o k -> | o (i k)", shape=(2, 3, 4)), f"{DIMS}rows between dims of columns...permute"),
-    *[
-        (
-            lambda dims=dims: muon(split=[Split(match="*", dims=dims, lengths={"g": 2})], offload="state"),
-            'offload = "state" does not take w, whose matrices share rows',
-        )
-        for dims in ("(f g) d -> g | f d", "d (g f) -> g | d f")
-    ],
-    *[
-        (
-            lambda rows=rows: ranges((2,), *rows),
-            "...rows " + ", ".join(f"{start}:{stop}" for start, stop in rows) + ", which are not all 12 rows once",
-        )
-        for rows in (
-            ((0, 5), (6, 12)),
-            ((0, 7), (5, 12)),
-            ((0, 12), (0, 12)),
-            ((0, 6), (6, 13)),
-            ((0, 0), (0, 0)),
-        )  # a gap, an overlap, twice, too many, none
-    ],
+    (lambda: muon(split=[Split(match="*", dims="(f g) d -> g | f d", lengths={"g": 2})], offload="state"),
+     'offload = "state" does not take w, whose matrices share rows'),
+    (lambda: ranges((2,), (0, 5), (6, 12)), "...rows 0:5, 6:12, which are not all 12 rows once"),
+    (lambda: ranges((2,), (0, 12), (0, 12)), "...which are not all 12 rows once"),
+    (lambda: ranges((2,), (0, 6), (6, 13)), "...which are not all 12 rows once"),
     (lambda: ranges((2, 2), (0, 3), (0, 3), (3, 12), (3, 12)), "...not all 12 rows once"),
+    (lambda: either_plan(FOUR, None, MuonOptions(buffer_gib=1 / 2**30)),
+     "buffer_gib = ... is too small: ... at least ... GiB"),
+    (lambda: either_plan(FOUR, None, MuonOptions(planner="rule", buffer_gib=1 / 2**30)),
+     "buffer_gib = ... too small for planner = 'rule', ... set planner = 'search'"),
     # Hybrid
     (lambda: hybrid(rules=[Rule(match="nothing", optimizer="muon")]), "rules[0]: 'nothing' takes no parameter"),
-    (lambda: parameter_groups(Decoder(), [Rule(match="no", optimizer="muon")]), "rules[0]: 'no' takes no parameter"),
     (lambda: ruled("*", "muno"), "...'muno' is unknown; did you mean 'muon'"),
     (lambda: ruled("*.up.weight", algorithm="soup"), "rules[0].options.algorithm = 'soup' is unknown"),
     (lambda: ruled("*.up.weight", lrr=1), "rules[0].options.lrr: muon has no"),
     (lambda: hybrid(rules=[ADAMW], defaults=False), "rules: no rule matches embed"),
-    (lambda: hybrid(is_muon=lambda name, parameter: None, defaults=False), "rules: no rule matches embed"),
     (lambda: hybrid(is_muon=lambda name, p: "norm" in name), "is_muon gives Muon ...norm.weight of shape (16,)"),
     (lambda: hybrid(muon={"momentum": 2.0}), "momentum = 2.0 is not accepted"),
     (lambda: hybrid(adamw={"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}), "adamw.betas = [0.9, 0.9999]"),
     (lambda: hybrid(momentum=0.9), "...no keyword momentum; give options of one optimizer as muon={'momentum': ...}"),
     (lambda: hybrid(betas=(0.9, 0.9)), "...as adamw={'betas': ...}"),
-    (
-        lambda: Hybrid(Decoder().parameters()),
-        "model: is a list of parameters... pass the model itself, as in Hybrid(model)",
-    ),
-    (lambda: Hybrid(Decoder().named_parameters()), "model: ...pass the model itself"),
+    (lambda: Hybrid(Decoder().parameters()),
+     "model: is a list of parameters... pass the model itself, as in Hybrid(model)"),
     # Groups of other Muons
     (lambda: from_dion(algorithm="lion"), "groups[0].algorithm = 'lion' is not here; choose 'muon' or 'adamw'"),
     (lambda: from_dion(flatten=True), "groups[0].flatten = True: describe the matrices of a convolution by muon"),
     (lambda: from_dion(adjust_lr=None), "...adjust_lr = None has no adjust_lr_fn here"),
     (lambda: from_dion(momentun=0.9), "groups[0].momentun is no key of a group here; it takes"),
     (lambda: from_dion(params=[weight(2, 2)]), "groups[0]: a tensor of shape (2, 2) is not the model's"),
-    (
-        lambda: from_dion(use_muon=True),
-        "groups: mark those of Muon by use_muon = True, as Keller Jordan's, or by algorithm",
-    ),
+    (lambda: from_dion(use_muon=True),
+     "groups: mark those of Muon by use_muon = True, as Keller Jordan's, or by algorithm"),
     (lambda: from_keller(also="embed.weight"), "groups[1]: embed.weight is in groups[0] too; give"),
     (lambda: from_keller(use_muon=None), "groups[1]: has no use_muon; set True for Muon, False for AdamW"),
     (lambda: from_keller(muon={"idle": "hold"}), "...pass expert=Expert(idle=...)"),
     (lambda: from_keller(muon={"lr": 0.1}), "...pass a key of its groups"),
     # State dicts
-    (lambda: muon().load_state_dict({}), "state_dict: has no state and no param_groups"),
     (lambda: hybrid().load_state_dict({}), "state_dict: has no state and no param_groups; pass what state_dict()"),
-    (
-        lambda: hybrid().load_state_dict(torch.optim.SGD([weight()]).state_dict()),
-        "...the state dict is of another optimizer",
-    ),
-    (
-        lambda: hybrid(rules=[ADAMW]).load_state_dict(hybrid().state_dict()),
-        "...layers.0.up.weight: the state dict has it with muon, ... with adamw",
-    ),
+    (lambda: hybrid().load_state_dict(torch.optim.SGD([weight()]).state_dict()),
+     "...the state dict is of another optimizer"),
+    (lambda: hybrid().load_state_dict(torch.optim.AdamW([{"params": weight()}, {"params": weight()}]).state_dict()),
+     "...its parameters have no names; add to each of its groups the key 'param_names'"),
+    (lambda: hybrid(rules=[ADAMW]).load_state_dict(hybrid().state_dict()),
+     "...layers.0.up.weight: the state dict has it with muon, ... with adamw"),
     (lambda: muon(algorithm="normuon").load_state_dict(saved()), "w: the state dict has no second_moment.0"),
-    *[
-        (
-            lambda of=of, to=to: muon(state_dtype=to).load_state_dict(saved(state_dtype=of)),
-            "w: ... a momentum_buffer in ...set state_dtype as it was saved",
-        )
-        for of, to in (("float32", "int8"), ("int8", "float32"))
-    ],
+    (lambda: muon(state_dtype="int8").load_state_dict(saved()), "w: ... set state_dtype as it was saved"),
+    (lambda: muon().load_state_dict(saved(state_dtype="int8")), "w: ... set state_dtype as it was saved"),
     (lambda: as_torch(saved(adjust_lr_fn=0.18)), "adjust_lr_fn = 0.18 is unknown to torch.optim.Muon"),
     (lambda: as_torch(saved(ns_coefficients="polar_express")), "ns_coefficients"),
     (lambda: as_torch(saved(algorithm="normuon")), "algorithm keeps second_moment"),
@@ -499,25 +436,19 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: converted(TORCHS, "torch"), "parameter 0: the state dict has no momentum_buffer"),
     (lambda: converted(of_dion(), "dion"), "...adjust_lr = None has no adjust_lr_fn here; pass adjust_lr_fn="),
     # AdamW, clipping, schedulers, machines
-    (
-        lambda: AdamW([weight(2)], state_dtype="bfloat16", betas=(0.9, 0.999)),
-        "betas = [0.9, 0.999] are not accepted with state_dtype",
-    ),
+    (lambda: AdamW([weight(2)], state_dtype="bfloat16", betas=(0.9, 0.999)),
+     "betas = [0.9, 0.999] are not accepted with state_dtype"),
     (lambda: AdamW([{"params": [weight(2)], "amsgrad": True}]), "amsgrad = True is not accepted"),
-    (lambda: AdamW([{"params": [weight(2)], "capturable": True}]), "capturable = True is not accepted"),
     (lambda: muon(offload="parameters").reload(), "reload: the parameters are on the host"),
-    (lambda: AdamW([weight()], offload="parameters").reload(), "reload: the parameters are on the host"),
     (lambda: clip_grad_norm_([weight()], 1.0, 0), "norm_type = 0"),
     (lambda: cycling(lambda made: lr_scheduler.OneCycleLR(made, 0.02, total_steps=9)), CYCLE),
-    (lambda: cycling(lambda made: lr_scheduler.CyclicLR(made, 0.01, 0.02)), CYCLE),
-    *[
-        (lambda text=text: machine_of(Machine(file="x.json"), "cuda", text), "machine.file = 'x.json' is not a machine")
-        for text in ("", "[]", "{}", '{"machine": {"flops": {}}}')
-    ],
+    (lambda: machine_of(Machine(file="x.json"), "cuda", "[]"), "machine.file = 'x.json' is not a machine"),
+    (lambda: machine_of(Machine(file="x.json"), "cuda", '{"machine": {"flops": {}}}'), "...is not a machine"),
+    (lambda: machine_of(Machine(file="x.json"), "cuda", '{"source": "rehearsed", "flops": {}}'),
+     "machine.file = 'x.json' ...it was rehearsed without a GPU"),
     # QK-clip and heads
     (lambda: QKClip([], threshold=0.0), "threshold = 0.0 must be more than 0"),
     (lambda: QKClip([AttentionLayer("a", 2), AttentionLayer("a", 2)]), "a: given twice"),
-    (lambda: attention(2, thresholds=(1.0,)), "a: thresholds must be 2 numbers above 0"),
     (lambda: attention(2, thresholds=(1.0, 0.0)), "a: thresholds must be 2 numbers above 0"),
     (lambda: attention(3, CLIPPED), "wq: 8 rows are no repeats of 4 rows for 3 heads"),
     (lambda: attention(2, ONE_HEAD), "w: the pattern has more than the 1 heads"),
@@ -525,6 +456,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: attention(2).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
     (lambda: head_splits(nn.Linear(4, 4)), "...no attention with head_dim ... dims='(n h) d -> n | h d'"),
 ]
+# fmt: on
 """The call, and the text with which its error begins."""
 
 

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from titan_muon import Muon
 from titan_muon.engine.orthogonalize import COEFFICIENTS
 from titan_muon.options import CoefficientSet, Expert
 from titan_muon.registry import Registry, algorithms, optimizers, placements, shared_options
@@ -23,23 +22,13 @@ import titan_muon.trainer.assign.container  # noqa: E402
 import titan_muon.trainer.model.parallelize  # noqa: E402, F401
 
 
-@pytest.fixture
-def registry() -> Registry[int]:
-    values: Registry[int] = Registry("some.key", "titan_muon.tests")
+def test_a_registered_value_is_found_by_name_and_a_similar_name_is_suggested() -> None:
+    registry: Registry[int] = Registry("some.key", "titan_muon.tests")
     for value, name in enumerate(("zero", "one", "three")):
-        values.register(name, value)
-    return values
-
-
-def test_a_registered_value_is_found_by_name(registry: Registry[int]) -> None:
-    assert (registry.get("one"), registry.get("zero")) == (1, 0)
-    assert registry.names() == ("one", "three", "zero")
+        registry.register(name, value)
     with pytest.raises(ValueError, match=r"some\.key: 'one' is registered already; choose another name"):
         registry.register("one", 2)
-    assert registry.get("one") == 1
-
-
-def test_an_unknown_name_suggests_a_similar_name_and_lists_every_name(registry: Registry[int]) -> None:
+    assert (registry.get("one"), registry.get("zero")) == (1, 0)
     hint = "some.key = 'thre' is unknown; did you mean 'three'? choose from: one, three, zero"
     with pytest.raises(ValueError, match=re.escape(hint)):
         registry.get("thre")
@@ -82,12 +71,6 @@ def test_a_package_adds_an_optimizer_by_name() -> None:
     assert registry.get("their_sgd").shared == ("foreach",)
     with pytest.raises(AttributeError, match="nothing"):
         registry.get("broken")
-
-
-def test_the_registry_builds_muon_and_adamw() -> None:
-    group = {"params": [torch.nn.Parameter(torch.ones(2, 2))], "param_names": ["w"]}
-    assert isinstance(optimizers.get("muon").build([dict(group)], expert=Expert(exchange="all_gather")), Muon)
-    assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)
 
 
 def test_shared_options_belong_to_the_whole_optimizer() -> None:

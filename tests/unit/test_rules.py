@@ -17,7 +17,6 @@ from titan_muon.algorithms import algorithm_of
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.algorithms.soap import Soap
 from titan_muon.engine.layout.work import Work
-from titan_muon.options import OptionError
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
     "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),
@@ -68,7 +67,7 @@ def test_a_tensor_rate_decays_as_a_number() -> None:
     weights = []
     for lr in (0.02, torch.tensor(0.02)):
         param = nn.Parameter(torch.ones(16, 24))
-        muon = Muon([("w", param)], lr=lr, weight_decay=0.5, expert=Expert(decay_follows_lr=True))  # type: ignore[arg-type]
+        muon = Muon([("w", param)], lr=lr, weight_decay=0.5, expert=Expert(decay_follows_lr=True))
         torch.optim.lr_scheduler.ConstantLR(muon, factor=0.5)
         param.grad = torch.ones(16, 24)
         muon.step()
@@ -144,21 +143,14 @@ def test_an_algorithm_of_a_package_travels_in_its_dtype_and_weighs_its_states(mo
     assert (work.wire_bytes, work.state_bytes) == (4, 4 * 16)
 
 
-def test_passes_beside_soap_count_the_copies_of_narrow_updates() -> None:
-    alone, beside = (Muon(matrices(0, *groups)).plan.passes for groups in ([{}], [{}, {"algorithm": "soap"}]))
-    assert beside.apply_bytes == alone.apply_bytes > 0
-    assert beside.traffic.apply_launches == alone.traffic.apply_launches
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        [{"ns_steps": 4}, {"ns_steps": 4}],
+        [{"ns_steps": 4}] * 2,
         [{"ns_coefficients": [[3.4, -4.7, 2.0]]}] * 2,
-        [{"eps": 1e-3}, {"eps": 1e-3}],
-        [{"algorithm": "normuon"}, {}],
         [{"ns_coefficients": [[3.4, -4.7, 2.0]]}, {}],
-        [{"ns_coefficients": [[9.0, 9.0, 9.0]]}] * 2,
+        [{"eps": 1e-3}] * 2,
+        [{"algorithm": "normuon"}, {}],
     ],
     ids=str,
 )
@@ -251,11 +243,3 @@ def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
     assert "float32" not in muon.plan.reason, "without other ranks nothing travels"
     assert work.wire_bytes == 4
     assert work.state_bytes == 4 * (2 * 24**2 + 2 * 40**2 + 2 * 24 * 40 + 1)
-
-
-def test_a_move_to_the_host_is_refused_and_nothing_changes() -> None:
-    param, muon = made()
-    step(param, muon, drawn(1, *SHAPE))
-    with pytest.raises(OptionError, match="offload = 'state' does not fit"):
-        muon.offload()
-    step(param, muon, drawn(2, *SHAPE))

@@ -121,7 +121,7 @@ class CapturedStep:
         self._eager.clear()
 
 
-NOT_CAPTURED = {
+NOT_CAPTURED: Mapping[str, tuple[object, str]] = {
     "offload": ("none", "copies between host and device wait for each other by events of the step before"),
     "overlap": ("none", "updates of a forward are in another launch"),
     "release_grads": (False, "a graph repeats no release of a gradient"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_muon import Hybrid, head_splits
 from titan_muon.assignment.roles import inspect_model
 from titan_muon.assignment.rules import EMBEDDING, HEAD, assign_parameters, splits_with
 from titan_muon.assignment.table import OUTSIDE
@@ -94,8 +95,45 @@ def test_a_model_is_assigned_as_its_row_says(name: str) -> None:
 
 
 def test_the_page_has_every_family_of_torchtitan_and_trains_90_percent_with_muon() -> None:
-    (place,) = importlib.util.find_spec("torchtitan.models").submodule_search_locations  # type: ignore[union-attr]
+    (place,) = importlib.util.find_spec("torchtitan.models").submodule_search_locations
     installed = {path.parent.name for path in Path(place).glob("*/model*")} - {"common"}
     assert installed == {name.split()[0] for name in ROWS if " " in name} - {"fused"}
     assert len(ROWS) > 40
     assert min(float(line.split("|")[2].strip(" %")) for line in ROWS.values()) > 90
+
+
+# Each head of known attention is a matrix
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "Llama": (GROUPED, {"q_proj": 4, "k_proj": 2, "v_proj": 2}),
+    "Mistral": (GROUPED, {"q_proj": 4, "k_proj": 2, "v_proj": 2}),
+    "Qwen3": (GROUPED, {"q_proj": 4, "k_proj": 2, "v_proj": 2}),
+    "Gemma2": (GROUPED, {"q_proj": 4, "k_proj": 2, "v_proj": 2}),
+    "Phi3": ({**GROUPED, "pad_token_id": 0}, {"qkv_proj": 8}),
+    "GPT2": ({"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 32}, {"c_attn": 12}),
+    "Falcon": ({**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}, {"query_key_value": 8}),
+}
+"""By architecture: sizes of a model, and the heads of each projection."""
+
+
+@without_transformers
+@pytest.mark.parametrize("architecture", MODELS)
+def test_each_head_is_a_matrix(architecture: str) -> None:
+    transformers: Any = importlib.import_module("transformers")
+    sizes, heads = MODELS[architecture]
+    with torch.device("meta"):
+        config = getattr(transformers, f"{architecture}Config")(**sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    splits = head_splits(model)
+    hybrid = Hybrid(model, muon={"split": splits})
+    shapes = {a.fqn: a.shape for a in hybrid.assignments if a.optimizer == "muon"}
+    found = {}
+    for split in splits:
+        matrices = matrix_shapes(shapes[split.match], stack_of(split.match, shapes[split.match], splits))
+        assert set(matrices) == {(16, 64)}
+        found[split.match.split(".")[-2]] = len(matrices)
+    assert found == heads
+    assert f"{max(heads.values())} of 16x64" in hybrid.table()

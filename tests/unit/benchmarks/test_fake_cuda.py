@@ -77,7 +77,7 @@ def test_parameters_of_fsdp_on_the_host_are_updated_on_the_device(build: Any) ->
         model = torch.nn.Linear(64, 64, bias=False, device="cuda")
         fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy())
         (param,) = model.parameters()
-        assert param.to_local().device.type == "cpu"  # type: ignore[attr-defined]
+        assert param.to_local().device.type == "cpu"
         optimizer = build(model.named_parameters())
         param.grad = torch.zeros_like(param)
         gpu.syncs.clear()

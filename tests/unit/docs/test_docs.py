@@ -71,15 +71,10 @@ def test_every_public_and_every_imported_name_is_documented() -> None:
     assert not unknown, "add them to MODULES of docs/make_api.py"
 
 
-@pytest.mark.parametrize(
-    ("page", "section", "messages"),
-    [
-        ("faults.md", "Faults of a step", list(REMEDIES.values())),
-    ],
-)
-def test_every_message_of_a_fault_has_a_row(page: str, section: str, messages: list[str]) -> None:
-    rows = re.findall(r"^\| `([^`]+)` \|", read(DOCS / page).split(f"## {section}\n")[1].split("\n## ")[0], re.M)
-    for message in messages:
+def test_every_message_of_a_fault_has_a_row() -> None:
+    section = read(DOCS / "faults.md").split("## Faults of a step\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    for message in REMEDIES.values():
         assert any(row in message for row in rows), message
 
 

@@ -14,12 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
-from tests.unit.plans import plan_of
+from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Hybrid, Muon, Owners, Rule, own, preview
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
-from titan_muon.engine.layout.types import Layout, Mesh, Parameter, Replicate, Shard
-from titan_muon.engine.tensors.matrices import stack_of
+from titan_muon.engine.layout.types import Replicate, Shard
 from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.forecast.lines import plan_lines
 from titan_muon.forecast.memory import memory_per_rank
@@ -88,9 +87,8 @@ def test_the_plan_is_that_of_the_script(
         if parallelize is not None:
             for_cpus(parallelize, monkeypatch)(model)
         muon = Hybrid(model).optimizers["muon"]
-        assert shown.model.plan is not None
-        assert shown.model.plan.digest() == muon.plan.digest()  # type: ignore[attr-defined]
-        assert shown.estimate.memory.exchange_buffers == muon.engine.rank.buffers.memory.nbytes  # type: ignore[attr-defined]
+        assert shown.model.plan.digest() == muon.plan.digest()
+        assert shown.estimate.memory.exchange_buffers == muon.engine.rank.buffers.memory.nbytes
     text = str(shown)
     assert "layers.*.up.weight  (2)" in text
     assert "modelled time" in text
@@ -103,25 +101,25 @@ def test_owners_and_memory_of_a_machine() -> None:
     shown = preview(build, owned, WORLD, "h200x8")
     assert shown.estimate.machine.name == "h200x8"
     assert sum(load.matrices for load in shown.estimate.loads.values()) == 4
-    whole, half = (preview(build, fsdp, world).estimate.memory for world in (1, 2))
+    one, two = (preview(build, fsdp, world) for world in (1, 2))
+    whole, half = one.estimate.memory, two.estimate.memory
     assert whole.parameters == sum(parameter.nbytes for parameter in build().parameters()) == 2 * half.parameters
 
-
-def test_frozen_parameters_take_memory_without_gradient_and_state() -> None:
     def frozen() -> nn.Module:
         model: Any = build()
         model.embedding.requires_grad_(False)
         return model
 
-    free, whole = preview(frozen, fsdp, 2), preview(build, fsdp, 2)
-    assert free.estimate.memory.parameters == whole.estimate.memory.parameters
-    assert free.estimate.memory.gradients == whole.estimate.memory.gradients - 64 * 32 * 4 // 2
+    free = preview(frozen, fsdp, 2)
+    assert free.estimate.memory.parameters == half.parameters
+    assert free.estimate.memory.gradients == half.gradients - 64 * 32 * 4 // 2
     assert "not trained (requires_grad is False): embedding.weight" in str(free)
+    without_muon = preview(build, fsdp, 2, optimizer=only_adamw)
+    assert without_muon.model.plan is None
+    assert without_muon.estimate.memory.optimizer_states == 2 * half.parameters
 
 
 def test_parameters_on_the_host_are_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"CPUOffloadPolicy .* pass optimizer=lambda model: Hybrid\(model, muon="):
-        preview(build, offloaded, 2)
     kept: Any = {"offload": "parameters"}
     memory = preview(build, offloaded, 2, optimizer=lambda model: Hybrid(model, muon=kept, adamw=kept)).estimate.memory
     assert memory.parameters == 0 < memory.host_parameters
@@ -150,6 +148,7 @@ def only_adamw(model: nn.Module) -> Hybrid:
         ({"build": lambda: 3}, r"build: returned int; return the model"),
         ({"parallelize": of_four}, r"parallelize: embedding\.weight is on a mesh of 4 ranks, and world_size = 8"),
         ({"parallelize": hsdp, "world_size": 1}, r"parallelize: \w+ \(line \d+ of .*test_preview\.py\) raised"),
+        ({"parallelize": offloaded}, r"CPUOffloadPolicy .* pass optimizer=lambda model: Hybrid\(model, muon="),
         ({"parallelize": forgetful}, r"parallelize: forgetful \(line \d+ of .*\) raised KeyError: 'layers'"),
         ({"machine": "h100"}, r"machine\.name = 'h100' is not one of auto, h100x8"),
         ({"optimizer": lambda model: torch.optim.AdamW(model.parameters())}, r"optimizer: returned AdamW; return"),
@@ -166,12 +165,6 @@ def test_a_script_that_would_fail_is_refused(arguments: dict[str, Any], problem:
     assert not dist.is_initialized()
 
 
-def test_a_model_for_adamw_alone_has_memory_and_no_plan() -> None:
-    shown = preview(build, fsdp, 2, optimizer=only_adamw)
-    assert shown.model.plan is None
-    assert shown.estimate.memory.optimizer_states == 2 * shown.estimate.memory.parameters
-
-
 def test_a_process_with_ranks_is_refused() -> None:
     with fake_world(2), pytest.raises(ValueError, match=r"plan before init_process_group"):
         preview(build, fsdp, 2)
@@ -180,33 +173,32 @@ def test_a_process_with_ranks_is_refused() -> None:
 # The report on a plan before training
 
 
-def reason_of(replicas: int, shards: int, *, replicas_of: str) -> str:
-    """Lines about two experts, each whole on a rank of a replica, and two FSDP-sharded matrices."""
-    mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
-    shapes = {"experts.w": (2, 32, 32), "wq": (32, 32), "wk": (32, 32)}
-    parameters = [
-        Parameter(name, "layers.0", Layout(shape, mesh, (Replicate(), Shard(0))), stack_of(name, shape))
-        for name, shape in shapes.items()
-    ]
-    plan = plan_of(parameters, replicas=replicas_of)
-    return "\n".join(plan_lines(plan, summarize(plan)))
+EXPERTS = "[24] matrices are whole on up to 8 replicas.*data_parallel_replicate_degree = 1.*split.*sends results"
 
 
-def test_a_plan_with_repeated_work_has_a_reason_and_a_remedy() -> None:
-    """Local experts on each of 8 replicas are orthogonalized 8 times."""
-    text = reason_of(8, 2, replicas_of="redundant")
-    assert re.search(r"[24] matrices are whole on up to 8 replicas", text)
-    assert "data_parallel_replicate_degree = 1" in text
-    assert '"split", which sends results' in text
-    assert "repeated" not in reason_of(8, 2, replicas_of="split") + reason_of(1, 4, replicas_of="redundant")
-
-
-def test_state_owner_without_replicas_reports_no_effect() -> None:
-    mesh = Mesh((4,), tuple(range(4)))
-    cut = [Parameter("wq", "layers.0", Layout((32, 32), mesh, (Shard(0),)), stack_of("wq", (32, 32)))]
-    plan = plan_of(cut, state="owner")
-    assert "state = 'owner' has no effect" in "\n".join(plan_lines(plan, summarize(plan)))
-    assert "no effect" not in plan_of(cut).reason
+@pytest.mark.parametrize(
+    ("replicas", "options", "told", "untold"),
+    [
+        # Local experts on each of 8 replicas are orthogonalized 8 times.
+        (8, {"replicas": "redundant"}, EXPERTS, "no effect"),
+        (8, {"replicas": "split"}, "", "repeated"),
+        (1, {"replicas": "redundant"}, "", "repeated"),
+        (1, {"state": "owner"}, "state = 'owner' has no effect", "repeated"),
+        (1, {}, "", "no effect"),
+    ],
+)
+def test_a_plan_tells_repeated_work_and_options_without_effect(
+    replicas: int, options: dict[str, Any], told: str, untold: str
+) -> None:
+    """Two experts, each whole on a rank of a replica, and two sharded matrices."""
+    shapes = {"layers.0.experts": (2, 32, 32), "layers.0.wq": (32, 32), "layers.0.wk": (32, 32)}
+    mesh = mesh_of(replicas, 2)
+    plan = plan_of(
+        [parameter_of(name, shape, mesh, Replicate(), Shard(0)) for name, shape in shapes.items()], **options
+    )
+    text = "\n".join(plan_lines(plan, summarize(plan)))
+    assert re.search(told, text, re.DOTALL)
+    assert untold not in text
 
 
 # The memory of the dry run is the memory of the plan

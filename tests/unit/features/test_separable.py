@@ -19,6 +19,7 @@ FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
 KERNELS = [f"kernels.{name}" for name in ("batches", "fused", "graph", "launch", "passes", "tables")]
+WITHOUT_GRAPH = tuple(name for name in KERNELS if name != "kernels.graph")
 FILES = [*FEATURES, *KERNELS]
 
 STEPS = """
@@ -65,12 +66,7 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         ((), "expert=Expert(on_bad_gradient='skip_missing')", "None"),
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
-        pytest.param(
-            tuple(name for name in KERNELS if name != "kernels.graph"),
-            "expert=Expert(fused=True)",
-            "None",
-            marks=needs_interpreter,
-        ),
+        pytest.param(WITHOUT_GRAPH, "expert=Expert(fused=True)", "None", marks=needs_interpreter),
     ],
     ids=str,
 )

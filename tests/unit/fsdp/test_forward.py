@@ -1,8 +1,9 @@
 """Updates in forward: hidden rounds, needed waits of streams, and the private names of FSDP2."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,12 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.features.test_forward import Run, Sharding, evaluate
+from tests.machines import rates
 from tests.parity.table import SLOW
 from tests.stream_order import Stream, StreamOrder, stream_order
-from tests.unit.features.test_overlap import LAYERS, planned
 from tests.unit.plan.test_timeline import four_rounds
+from tests.unit.plans import mesh_of, parameter_of, plan_of
+from titan_muon.engine.layout.types import Plan, Shard
+from titan_muon.engine.step.step import SuspendedBucket
+from titan_muon.engine.step.views import BucketViews
 from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.features.forward import ForwardUpdates
 from titan_muon.features.private import GatheredGroup, own_groups, prefetched_groups
+from titan_muon.options import Overlap
 from titan_muon.planner.machine import machine_of
 from titan_muon.planner.timeline import timeline
 from titan_muon.plugins.forward_hooks import forward_updates
@@ -24,6 +31,7 @@ from titan_muon.plugins.forward_hooks import forward_updates
 __all__ = ["stream_order"]
 
 
+LAYERS = 8
 SHARDINGS = {
     "layers": Sharding(),
     "prefetched": Sharding(prefetches=True),
@@ -46,41 +54,43 @@ def train(run: Run) -> None:
         torch.ones(64).add_(1)
 
 
-def test_no_stream_reads_weights_before_the_update(ordered: tuple[Run, StreamOrder]) -> None:
-    run, order = ordered
-    with order:
-        train(run)
-    own = forward_updates(run.muon)._stream
-    updates = [name for stream, name in order.log if stream is own]
-    assert "aten::_foreach_add_" in updates
-
-
 def never(*_: object) -> None:
     """In place of a wait."""
 
 
-@pytest.mark.parametrize("waits", ["for the step", "for the update"])
-def test_every_wait_is_necessary(ordered: tuple[Run, StreamOrder], waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_the_step(run: Run, order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward_updates(run.muon)._stream.wait_stream = never
+
+
+def forget_the_update(run: Run, order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of FSDP2's streams for reading weights."""
+    monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Stream())
+
+
+def forget_the_memory(run: Run, order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prefetched module; the memory's stream would not wait yet."""
+    own, wait = forward_updates(run.muon)._stream, order.compute.wait_stream
+    monkeypatch.setattr(order.compute, "wait_stream", lambda other: None if other is own else wait(other))
+
+
+@pytest.mark.parametrize(
+    ("ordered", "forget"),
+    [
+        *((sharding, forget) for sharding in SHARDINGS.values() for forget in (forget_the_step, forget_the_update)),
+        (SHARDINGS["prefetched"], forget_the_memory),
+    ],
+    indirect=["ordered"],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_wait_is_necessary(
+    ordered: tuple[Run, StreamOrder], forget: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, order = ordered
     with order:
         train(run)
-        if waits == "for the step":
-            forward_updates(run.muon)._stream.wait_stream = never
-        else:
-            # Of FSDP2's streams for reading weights.
-            monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Stream())
-        with pytest.raises(AssertionError, match="does not wait for"):
-            train(run)
-
-
-@pytest.mark.parametrize("ordered", [SHARDINGS["prefetched"]], indirect=True)
-def test_buffers_are_freed_after_the_update(ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a prefetched module; the memory's stream would not wait yet."""
-    run, order = ordered
-    with order:
-        train(run)
-        own, wait = forward_updates(run.muon)._stream, order.compute.wait_stream
-        monkeypatch.setattr(order.compute, "wait_stream", lambda other: None if other is own else wait(other))
+        own = forward_updates(run.muon)._stream
+        assert "aten::_foreach_add_" in [name for stream, name in order.log if stream is own]
+        forget(run, order, monkeypatch)
         with pytest.raises(AssertionError, match="does not wait for"):
             train(run)
 
@@ -113,6 +123,21 @@ def test_a_module_waits_for_updates_applied_with_another_module(
     assert not waited, "in the first forward behind a step"
 
 
+# Plans whose rounds follow the forward pass
+
+
+def planned(overlap: Overlap) -> Plan:
+    """Two matrices a layer, the last layer's twice as large."""
+    shapes = [(16 * (1 + (layer == LAYERS - 1)), 16) for layer in range(LAYERS)]
+    parameters = [
+        parameter_of(f"layers.{layer}.{name}", shape, mesh_of(2), Shard(0))
+        for layer, shape in enumerate(shapes)
+        for name in ("up", "down")
+    ]
+    machine = rates(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
+    return plan_of(parameters, machine, overlap=overlap)
+
+
 def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     plan = planned("forward")
     matrices = [number for bucket in plan.buckets for number in bucket.matrices]
@@ -124,6 +149,21 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     assert played.hidden is not None
     assert played.last.seconds + played.hidden == pytest.approx(without.last.seconds)
     assert plan.digest() != planned("none").digest()
+
+
+def test_a_step_is_not_slower_with_hidden_returns() -> None:
+    """With two matrices per rank, rounds in the order of forward are uneven, and cost more than the overlap hides."""
+    parameters = [
+        parameter_of(f"layers.{number}.{name}", (64, cols), mesh_of(4), Shard(0))
+        for number in range(4)
+        for name, cols in (("q", 64), ("up", 192))
+    ]
+    machine = rates(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
+    without, overlapped = (
+        timeline(plan_of(parameters, machine, overlap=overlap), machine, overlap=overlap).last.seconds
+        for overlap in ("none", "forward")
+    )
+    assert overlapped <= without
 
 
 def test_forward_overlap_exposes_only_the_first_round() -> None:
@@ -141,6 +181,20 @@ def test_forward_overlap_exposes_only_the_first_round() -> None:
     assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
 
 
+def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first_other_bucket() -> None:
+    rank, overlap, running = Mock(device=torch.device("cpu")), ForwardUpdates(), dict[int, SuspendedBucket]()
+    rank.params, rank.program.late = [Mock(param=torch.ones(1))], frozenset({0, 1})
+    rank.parameters_of = {0: [], 1: [0]}.__getitem__
+    overlap.attach(rank)
+    muon = Mock(bucket=lambda views, gradients: (None for _ in range(1)))
+    for index in rank.program.late:
+        views = BucketViews(index, (), (), (), None, ())
+        running[index] = overlap.start(muon, views, Mock())
+        assert overlap.keeps(index, running)
+    overlap.end_for([rank.params[0].param], [])
+    assert not overlap.holds_memory
+
+
 # FSDP2's private names for updates in forward exist and work
 
 
@@ -150,7 +204,7 @@ def test_groups_know_the_gathers_of_a_forward_and_the_order() -> None:
     net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     first, second = (fully_shard(module, mesh=mesh) for module in net)
     fully_shard(net, mesh=mesh)
-    ((leading,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)  # type: ignore[arg-type]
+    ((leading,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)
     assert leading.params() == [net[0].weight]
     assert other.params() == [net[1].weight]
     assert not any(group.params() for group in root)
@@ -176,7 +230,7 @@ def test_weights_are_read_on_the_stream_of_the_copy_in(
     """Or on the compute stream, before FSDP2 has streams and without a gather."""
     net = nn.Linear(8, 8)
     fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]))
-    (group,) = own_groups(net)  # type: ignore[arg-type]
+    (group,) = own_groups(net)
     assert group.reading_stream() is group.computing_stream() is stream_order.compute
     with stream_order:
         net(torch.ones(1, 8))

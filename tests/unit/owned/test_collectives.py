@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
         loss = loss_of(net, 0, 8, 0)
     with CollectiveCounter() as backward:
         loss.backward()
-    return tuple(count_operations(counter) for counter in (forward, backward))  # type: ignore[return-value]
+    return tuple(count_operations(counter) for counter in (forward, backward))
 
 
 def count_operations(counter: CollectiveCounter) -> Counter[str]:
@@ -61,27 +60,20 @@ def count_operations(counter: CollectiveCounter) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
-@pytest.mark.parametrize("world_size", [64, 512])
+@pytest.mark.parametrize(
+    ("world_size", "coalesced", "reshard", "gathered"),
+    # After forward, all layers but the last, where backward begins, are gathered again, or all, or none.
+    [(64, False, None, BLOCKS - 1), (512, True, None, BLOCKS - 1), (64, True, True, BLOCKS), (64, False, False, 0)],
+)
 def test_a_layer_uses_an_operation_per_owner_on_any_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
+    monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool, reshard: bool | None, gathered: int
 ) -> None:
     monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)
-    with owned_model((world_size,)) as (net, _):
-        forward, backward = operations(net)
-    assert forward == {"broadcast": OWNERS * BLOCKS}
-    # The last layer's weights are there from forward.
-    assert backward == {"broadcast": OWNERS * (BLOCKS - 1), "reduce": OWNERS * BLOCKS}
-
-
-@pytest.mark.parametrize(("reshard", "gathered"), [(True, BLOCKS), (None, BLOCKS - 1), (False, 0)])
-def test_reshard_after_forward_gathers_layers_again_for_backward(reshard: bool | None, gathered: int) -> None:
-    """By default all layers but the last, where backward begins."""
-    with owned_model((64,), reshard=reshard) as (net, _):
+    with owned_model((world_size,), reshard=reshard) as (net, _):
         for _ in range(2):
             forward, backward = operations(net)
-            assert forward["broadcast"] == OWNERS * BLOCKS
-            assert backward["broadcast"] == OWNERS * gathered
+            assert forward == {"broadcast": OWNERS * BLOCKS}
+            assert backward == +Counter(broadcast=OWNERS * gathered, reduce=OWNERS * BLOCKS)
 
 
 @pytest.mark.parametrize("world_size", [1, 64])
@@ -150,20 +142,15 @@ def test_only_holders_store_an_owned_parameter(owner: int) -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_owned_parameters_are_copied_and_pickled() -> None:
+def test_owned_parameters_are_copied_and_pickled_and_have_no_process_group() -> None:
     owned = place_on_owners(torch.ones(2, 3), init_device_mesh("cpu", (4,)), [0])
+    with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
+        owned.device_mesh.get_group()
     for copied in (copy.deepcopy(owned), pickle.loads(pickle.dumps(owned))):
         assert is_owned(copied)
         assert holders(copied) == (0,)
         assert copied.device_mesh == owned.device_mesh
         assert copied.to_local().tolist() == owned.to_local().tolist()
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_an_owned_mesh_has_no_process_group() -> None:
-    owned = place_on_owners(torch.ones(2, 3), init_device_mesh("cpu", (4,)), [0])
-    with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
-        owned.device_mesh.get_group()
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -180,7 +167,6 @@ def test_a_refusal_of_torchs_clip_grad_norm_leads_to_ours() -> None:
 def test_operations_are_coalesced_and_the_group_stays_usable() -> None:
     """Also by the fake group, which does not report the ability."""
     group, device = dist.group.WORLD, torch.device("cpu")
-    assert group is not None
     assert not private.coalesces(group, device)
     with CollectiveCounter() as counter:
         with private.coalesced(group, device):
@@ -192,9 +178,6 @@ def test_operations_are_coalesced_and_the_group_stays_usable() -> None:
     assert [call.name for call in counter.calls] == ["broadcast", "reduce", "broadcast", "reduce", "allreduce"]
 
 
-def test_gloo_does_not_coalesce(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    assert not private.coalesces(group, torch.device("cpu"))
-    dist.destroy_process_group()
+@pytest.mark.usefixtures("world_of_one")
+def test_gloo_does_not_coalesce() -> None:
+    assert not private.coalesces(dist.group.WORLD, torch.device("cpu"))

@@ -21,21 +21,17 @@ SHAPES = ((24, 40), (40, 24), (13, 18), (5, 12, 20), (4, 9, 9), (64, 16), (3, 8,
 ALGORITHMS: tuple[str | tuple[str, ...], ...] = ("muon", "soap", "normuon", "adamuon", "muoneq", ("muoneq", "normuon"))
 
 
-def options_of(draw: random.Random) -> dict[str, Any]:
-    """Random options of Muon."""
-    return {
-        "cautious": draw.random() < 0.5,
-        "nesterov": draw.random() < 0.7,
-        "state": draw.choice((*["replicated"] * 4, "owner")),
-        "state_dtype": draw.choice((*["float32"] * 4, "bfloat16", "int8")),
-        "offload": draw.choice((*["none"] * 4, "state")),
-        "exchange": draw.choice(("all_to_all", "all_to_all", "all_gather", "all_gather_reduce_scatter")),
-        "replicas": draw.choice(("auto", "split", "redundant")),
-        "wire_dtype": draw.choice(("bfloat16", "float32")),
-        "rounding": draw.choice(("stochastic", "nearest")),
-        "on_bad_gradient": draw.choice(("error", "skip_missing")),
-        "buffer_gib": draw.choice(("auto", "auto", 20_000 / 2**30)),
-    }
+# fmt: off
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    # Values to draw from, the likely ones several times.
+    "cautious": (True, False), "nesterov": (True, True, False), "state": (*["replicated"] * 4, "owner"),
+    "state_dtype": (*["float32"] * 4, "bfloat16", "int8"), "offload": (*["none"] * 4, "state"),
+    "exchange": ("all_to_all", "all_to_all", "all_gather", "all_gather_reduce_scatter"),
+    "replicas": ("auto", "split", "redundant"), "wire_dtype": ("bfloat16", "float32"),
+    "rounding": ("stochastic", "nearest"), "on_bad_gradient": ("error", "skip_missing"),
+    "buffer_gib": ("auto", "auto", 20_000 / 2**30),
+}
+# fmt: on
 
 
 def text_of(seed: int) -> str:
@@ -70,7 +66,8 @@ def text_of(seed: int) -> str:
             group["param_names"].append(f"layers.{number}.weight{index}")
         groups.append(group)
     try:
-        muon = Muon(groups, **muon_keywords(**({"cautious": True} if tied else options_of(draw))))
+        drawn = {"cautious": True} if tied else {name: draw.choice(values) for name, values in OPTIONS.items()}
+        muon = Muon(groups, **muon_keywords(**drawn))
         params = list(trained_params(muon.param_groups, muon.state, 0, muon.options))
         groups, tensors = [trained.group for trained in params], [trained.param for trained in params]
         selected = select(muon.options, groups, tensors, torch.device("cpu"))
@@ -83,13 +80,8 @@ def text_of(seed: int) -> str:
 
 def main(number: int, plans: int) -> None:
     """Print a digest for each plan. `number`: of the process."""
-    draw = random.Random(number)
-    modules = [
-        "torch.distributed.tensor",
-        "titan_muon.algorithms.soap",
-        "titan_muon.planner.planner",
-        "titan_muon.hybrid",
-    ]
+    draw, names = random.Random(number), ("algorithms.soap", "planner.planner", "hybrid")
+    modules = ["torch.distributed.tensor", *(f"titan_muon.{name}" for name in names)]
     draw.shuffle(modules)
     for module in modules:
         # Objects between the modules move addresses.

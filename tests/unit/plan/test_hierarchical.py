@@ -11,7 +11,6 @@ from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Shard
 from titan_muon.engine.program.program import collective_ranks, make_program
 from titan_muon.planner.machine import MachineRates
 from titan_muon.planner.summary import summarize
-from titan_muon.planner.walk import PlanCost
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = rates(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
@@ -44,22 +43,6 @@ def test_the_owner_sends_to_the_owners_replica_and_replica_groups_spread_the_res
     everywhere = {cost.rank: cost.bytes_sent for cost in summarize(by(plan, "all_to_all")).ranks}
     assert everywhere == dict.fromkeys(range(8), 0) | {owner: 2 * (32 * 4 - 16), peer: 2 * 16}
     assert sum(sent.values()) == sum(everywhere.values())
-
-
-def test_results_return_within_a_replica_and_then_between_replicas() -> None:
-    """Both phases send 16 elements of 2 bytes, at 1,000 bytes a second, after a latency."""
-    plan = by(hsdp(1, 4, 2), "hierarchical")
-    machine = rates("cpu", ranks_per_node=1, network_gb=1e-6, network_latency_us=5e5, node_latency_us=0.0)
-    (bucket,) = plan.buckets
-    cost = PlanCost.from_plan(plan, machine)
-    shares = [cost.by_class[alike][1] for alike in cost.class_of]
-    copy = {bucket.owners[0], bucket.owners[0] ^ 1}
-    assert [share.gather for share in shares] == pytest.approx(
-        [0.032 if rank in copy else 0.0 for rank in bucket.group]
-    )
-    # The owner's replica waits for the other replicas, which get no result earlier.
-    assert [share.back for share in shares] == pytest.approx([0.032 + 0.5] * 8)
-    assert [share.totals.phases[2].received_far for share in shares] == [0 if r in copy else 16 for r in range(8)]
 
 
 def test_collectives_run_within_replicas_and_over_replica_groups() -> None:

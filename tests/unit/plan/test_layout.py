@@ -21,7 +21,7 @@ from tests.unit.plans import (
     stacks,
     torch_local,
 )
-from titan_muon.engine.layout.intervals import Geometry, check_rows, chunk, region, spans
+from titan_muon.engine.layout.intervals import Geometry, check_rows, region, spans
 from titan_muon.engine.layout.types import (
     Interval,
     Layout,
@@ -32,7 +32,6 @@ from titan_muon.engine.layout.types import (
     Placement,
     Replicate,
     Shard,
-    StridedShard,
 )
 from titan_muon.engine.planning import Assembly, assemblies
 
@@ -91,21 +90,6 @@ def check_pieces(layout: Layout, stack: MatrixStack) -> None:
             assert geometry.elements(index)[rank] == piece.numel > 0
             seen += piece.numel
         assert seen == local.numel()
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 5, 7, 30])
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_chunk_equals_torchs_chunk(length: int, count: int) -> None:
-    parts = [list(range(*chunk(length, count, index))) for index in range(count)]
-    expected = [part.tolist() for part in torch.arange(length).chunk(count)] if length else []
-    assert parts == expected + [[]] * (count - len(expected))
-
-
-def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
-    """Tensor parallelism halves 8 rows first, FSDP halves each half: dp 0 has rows 0-1 and 4-5 of the whole."""
-    layout = Layout((8, 1), Mesh((2, 2), (0, 1, 2, 3)), (StridedShard(0, 2), Shard(0)))
-    rows = [region(layout, coordinate)[0] for coordinate in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    assert rows == [(Interval(0, 2),), (Interval(4, 6),), (Interval(2, 4),), (Interval(6, 8),)]
 
 
 def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
@@ -226,9 +210,3 @@ def test_ranks_have_the_pieces_of_their_rows_and_groups_have_whole_matrices(case
     check_rows(case[0])
     check_pieces(*case)
     check_assemblies(Geometry(*case))
-
-
-def test_each_replica_has_every_row() -> None:
-    mesh, placements = Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0))
-    halves = Interval(0, 3), Interval(3, 12)
-    check_rows(Layout((12, 4), mesh, placements, rows=(*halves, *halves)))

@@ -2,7 +2,6 @@
 programs."""
 
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,13 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.shared import muon_keywords
-from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon import Muon
-from titan_muon.engine.layout.intervals import Geometries, Pieces
-from titan_muon.engine.layout.types import Mesh, Replicate, Shard
 from titan_muon.engine.layout.work import ElementKind, Elements, ElementTraffic
-from titan_muon.engine.program.patterns import PATTERNS
-from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
 from titan_muon.planner.planner import passes_of
 
@@ -85,36 +79,6 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
     assert momentum.calls.total() == counted.advance_launches
     if options.get("rounding") == "nearest" or dtype == torch.float32:
         assert update.calls.total() == counted.apply_launches
-
-
-@pytest.mark.parametrize(
-    ("mesh", "rows", "placements"),
-    [
-        (mesh_of(4), 16, (Shard(0),)),
-        (mesh_of(16), 10, (Shard(0),)),
-        (mesh_of(2, 4), 16, (Replicate(), Shard(0))),
-        (mesh_of(2, 8), 16, (Shard(1), Shard(0))),
-    ],
-    ids=str,
-)
-def test_counted_messages_equal_the_programs_messages(mesh: Mesh, rows: int, placements: tuple[Any, ...]) -> None:
-    plan = plan_of([parameter_of(f"layers.{i}.w", (rows, 16), mesh, *placements) for i in range(5)])
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
-    compared = 0
-    for bucket, rank in product(plan.buckets, range(len(mesh.ranks))):
-        if bucket.exchange != "all_to_all":
-            continue
-        totals = PATTERNS["all_to_all"].totals(bucket, pieces)[rank]
-        programs = [run for run in make_program(plan, rank).buckets if run.bucket == bucket]
-        for run in programs:
-            for phase, flow in zip(run.phases, totals.phases, strict=True):
-                far = [place for place, peer in enumerate(phase.group) if peer // 8 != rank // 8]
-                local = [place for place in range(len(phase.group)) if place not in far]
-                for places, peers in ((local, flow.near_peers), (far, flow.far_peers)):
-                    sizes = ([splits[place] for place in places] for splits in (phase.home_splits, phase.owned_splits))
-                    assert peers == max(sum(size > 0 for size in side) for side in sizes)
-                compared += 1
-    assert compared > 0
 
 
 def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:

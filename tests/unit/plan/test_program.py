@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from random import Random
 
@@ -25,26 +25,34 @@ from tests.unit.plans import (
     recut,
     torch_local,
 )
-from titan_muon.engine.exchange.exchange import BucketBuffers, bucket_buffers
+from titan_muon.engine.exchange.exchange import bucket_buffers
 from titan_muon.engine.layout.intervals import Geometries, Span, spans
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.program.phases import Act
-from titan_muon.engine.program.program import BucketProgram, Collective, Phase, make_program
+from titan_muon.engine.program.program import BucketProgram, Collective, make_program
 
 GATHER, RETURN, SPREAD = "gather", "return", "spread"
-OVER_RAIL, IN_NODE, BACK_IN_NODE, BACK_OVER_RAIL = "over rail", "in node", "back in node", "back over rail"
-HOPS = {GATHER: (OVER_RAIL, IN_NODE), RETURN: (BACK_IN_NODE, BACK_OVER_RAIL)}
+HOPS = {GATHER: (("home", "arriving"), ("departing", "owned")), RETURN: (("owned", "departing"), ("arriving", "home"))}
+"""The buffers that each of two hops sends and receives."""
 SEPARATE = 10**6
 """Tensors of one name on separate coordinates differ by multiples of this value."""
-SIDES = {
-    OVER_RAIL: ("home", "arriving"),
-    IN_NODE: ("departing", "owned"),
-    BACK_IN_NODE: ("owned", "departing"),
-    BACK_OVER_RAIL: ("arriving", "home"),
-}
-"""The buffers that a hop sends and receives."""
-Key = tuple[int, str, tuple[int, ...]]
-"""A collective: bucket, kind, and ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A rank's side of a collective.
+
+    Attributes:
+        key: bucket, direction, buffers and ranks.
+        parts: what this rank sends to each rank.
+        output: where this rank receives.
+        splits: expected elements from each rank; empty if the parts are summed.
+    """
+
+    key: tuple[int, str, object, tuple[int, ...]]
+    parts: list[Tensor]
+    output: Tensor
+    splits: tuple[int, ...]
 
 
 def numbered(plan: Plan) -> list[Tensor]:
@@ -71,15 +79,13 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 class World:
     """All ranks of a plan, each with the buffers of exchange.Slot, and the collectives in between.
 
-    The output of a collective is NaN from launch to completion. A collective completes at the first wait of a rank
-    (`late`), or when every rank has launched.
+    The output of a collective is NaN from launch to completion: the first wait of a rank after all have launched.
     """
 
-    def __init__(self, plan: Plan, late: bool) -> None:
-        self.plan, self.late = plan, late
-        self.full = numbered(plan)
-        self.launched: dict[Key, set[int]] = {}
-        self.done: set[Key] = set()
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.full = plan, numbered(plan)
+        self.launched: dict[object, dict[int, Call]] = {}
+        self.done: set[object] = set()
         self.work: Counter[tuple[int, int]] = Counter()
         self.geometries = Geometries(plan.parameters)
         self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
@@ -89,43 +95,28 @@ class World:
         while running:
             before = self._progress()
             for rank, steps in list(running.items()):
-                for collective in steps:
-                    if not self._finished(collective):
-                        self.ranks[rank].waiting = collective
-                        break
-                else:
+                if not any(not self._is_finished(call) for call in steps):
                     del running[rank]
             assert self._progress() != before or not running, f"ranks {list(running)} wait for each other"
 
     def _progress(self) -> tuple[int, int]:
         return sum(len(ranks) for ranks in self.launched.values()), len(self.done)
 
-    def launch(self, rank: int, collective: Key) -> None:
-        self.launched.setdefault(collective, set()).add(rank)
-        self.ranks[rank].output(collective).fill_(torch.nan)
-        if not self.late and self._complete(collective):
-            self._move(collective)
+    def launch(self, rank: int, call: Call) -> None:
+        self.launched.setdefault(call.key, {})[rank] = call
+        call.output.fill_(torch.nan)
 
-    def _complete(self, collective: Key) -> bool:
-        return self.launched.get(collective, set()) == set(collective[2])
-
-    def _finished(self, collective: Key) -> bool:
-        if collective not in self.done and self._complete(collective):
-            self._move(collective)
-        return collective in self.done
-
-    def _move(self, collective: Key) -> None:
-        self.done.add(collective)
-        bucket = self.plan.buckets[collective[0]]
-        ranks = [self.ranks[rank] for rank in collective[2]]
-        sent = [rank.sent(collective) for rank in ranks]
-        for place, rank in enumerate(ranks):
-            received = [parts[place] for parts in sent]
-            if bucket.exchange == "all_gather_reduce_scatter" and collective[1] == RETURN:
-                rank.output(collective).copy_(torch.stack(received).sum(0))
-            else:
-                rank.output(collective).copy_(torch.cat(received))
-                assert [len(part) for part in received] == list(rank.received(collective))
+    def _is_finished(self, call: Call) -> bool:
+        launched, ranks = self.launched.get(call.key, {}), call.key[-1]
+        if call.key not in self.done and launched.keys() == {*ranks}:
+            self.done.add(call.key)
+            calls = [launched[rank] for rank in ranks]
+            sent = [[part.clone() for part in call.parts] for call in calls]
+            for place, receiver in enumerate(calls):
+                received = [parts[place] for parts in sent]
+                receiver.output.copy_(torch.cat(received) if receiver.splits else torch.stack(received).sum(0))
+                assert not receiver.splits or tuple(map(len, received)) == receiver.splits
+        return call.key in self.done
 
 
 class Rank:
@@ -138,7 +129,6 @@ class Rank:
         for number, full in enumerate(world.full):
             coordinate = world.geometries[number].tensor.get(rank, ())
             self.full.append(full + SEPARATE * sum(index * 10**axis for axis, index in enumerate(coordinate)))
-        self.waiting: Key | None = None
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
@@ -147,9 +137,7 @@ class Rank:
         self.buffers = [buffers for buffers in made if buffers is not None]
         for buffers in self.buffers:
             buffers.block.view(torch.float64).fill_(torch.nan)
-        self.stored = [
-            self._stored(parameter, full) for parameter, full in zip(plan.parameters, self.full, strict=True)
-        ]
+        self.stored = [self._stored(*pair) for pair in zip(plan.parameters, self.full, strict=True)]
         self.momenta = [torch.zeros_like(stored) for stored in self.stored]
         self.updates = [torch.zeros_like(stored) for stored in self.stored]
 
@@ -161,7 +149,7 @@ class Rank:
                 return local.reshape(prod(local.shape[:split]), prod(local.shape[split:]))
         return full[:0]
 
-    def step(self) -> Iterator[Key]:
+    def step(self) -> Iterator[Call]:
         """Run a BucketProgram to the end; finishes each awaited collective."""
         for act, index in self.program.acts:
             if self.program.buckets[index].local:
@@ -194,69 +182,84 @@ class Rank:
         if act is Act.APPLY:
             self.local = None
 
-    def _gather(self, index: int) -> Iterator[Key]:
+    def _gather(self, index: int) -> Iterator[Call]:
         buffers = self.buffers[index]
         for piece in buffers.stored:
             self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
         yield from self._send(index, GATHER)
 
-    def _send(self, index: int, which: str) -> Iterator[Key]:
-        if self._phase(index, which).hop is None:
-            self.world.launch(self.rank, self._key(index, which))
-            return
-        # On gloo the host waits between the hops.
-        first, second = (self._key(index, hop) for hop in HOPS[which])
+    def _send(self, index: int, which: str) -> Iterator[Call]:
+        first, *others = self._calls(index, which)
         self.world.launch(self.rank, first)
-        yield from self._wait(first)
-        passed = self.buffers[index].passed
-        assert passed is not None
-        ends = (passed.leaving, passed.arrived) if which == GATHER else (passed.arrived, passed.leaving)
-        for target, source in zip(*ends, strict=True):
-            target.copy_(source)
-        self.world.launch(self.rank, second)
+        for second in others:
+            # On gloo the host waits between the hops.
+            yield from self._wait(first)
+            passed = self.buffers[index].passed
+            ends = (passed.leaving, passed.arrived) if which == GATHER else (passed.arrived, passed.leaving)
+            for target, source in zip(*ends, strict=True):
+                target.copy_(source)
+            self.world.launch(self.rank, second)
 
-    def _last(self, index: int, which: str) -> Key:
-        """The last collective of a gather or return."""
-        hops = HOPS[which] if self._phase(index, which).hop is not None else (which,)
-        return self._key(index, hops[-1])
+    def _wait(self, call: Call) -> Iterator[Call]:
+        while call.key not in self.world.done:
+            yield call
 
-    def _orthogonalize(self, index: int) -> Iterator[Key]:
-        yield from self._wait(self._last(index, GATHER))
-        buffers = self.buffers[index]
+    def _calls(self, index: int, which: str) -> list[Call]:
+        """This rank's collectives of a direction: one, or two hops."""
+        run, buffers, bucket = self.program.buckets[index], self.buffers[index], self.buckets[index]
+        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.replica_gather}[which]
+        home, passed = buffers.home[phase.kept :], buffers.passed
+        if (hop := phase.hop) is not None:
+            sides = {
+                "home": (home, hop.home_splits),
+                "arriving": (passed.arriving, hop.arriving_splits),
+                "departing": (passed.departing, hop.departing_splits),
+                "owned": (buffers.results if which == RETURN else buffers.inbox, hop.owned_splits),
+            }
+            groups = {"home": hop.rail, "departing": hop.node, "owned": hop.node, "arriving": hop.rail}
+            return [
+                Call((bucket, which, names, groups[names[0]]), parts_of(*sides[names[0]]), *received(*sides[names[1]]))
+                for names in HOPS[which]
+            ]
+        key = bucket, which, None, phase.group
+        if which == RETURN:
+            summed = self.plan.buckets[bucket].exchange == "all_gather_reduce_scatter"
+            output = (buffers.home[: phase.home_numel], ()) if summed else received(home, phase.home_splits)
+            return [Call(key, parts_of(buffers.results, phase.owned_splits), *output)]
+        if phase.collective is Collective.ALL_GATHER:
+            parts = [buffers.home[: phase.home_numel]] * len(phase.group)
+        else:
+            parts = parts_of(home, phase.home_splits)
+        return [Call(key, parts, *received(buffers.shared if which == SPREAD else buffers.inbox, phase.owned_splits))]
+
+    def _orthogonalize(self, index: int) -> Iterator[Call]:
+        yield from self._wait(self._calls(index, GATHER)[-1])
+        run, buffers = self.program.buckets[index], self.buffers[index]
         if buffers.cleared is not None:
             buffers.cleared.zero_()
-        chosen = self.program.buckets[index].matrices
-        for matrix in chosen:
+        for matrix in run.matrices:
             expected = whole(self.plan, self.full, matrix)
             result = torch.full_like(expected, torch.nan)
             for source in buffers.sources[matrix]:
-                assert source.view is not None
                 for span in source.spans:
                     result[span.whole].copy_(source.view[span.piece])
             assert torch.equal(result, expected), f"matrix {matrix} is not whole on rank {self.rank}"
             self.world.work[matrix, self.rank] += 1
             for target in buffers.targets[matrix]:
-                assert target.view is not None
                 for span in target.spans:
                     target.view[span.piece].copy_(orthogonalized(result)[span.whole])
-        run = self.program.buckets[index]
         if run.returning is not None:
             yield from self._send(index, RETURN)
         if run.replica_gather is not None:
-            yield from self._wait(self._last(index, RETURN))
-            self.world.launch(self.rank, self._key(index, SPREAD))
+            yield from self._wait(self._calls(index, RETURN)[-1])
+            yield from self._send(index, SPREAD)
 
-    def _apply(self, index: int) -> Iterator[Key]:
+    def _apply(self, index: int) -> Iterator[Call]:
         run = self.program.buckets[index]
         if run.returning is not None:
-            yield from self._wait(self._last(index, RETURN) if run.replica_gather is None else self._key(index, SPREAD))
+            yield from self._wait(self._calls(index, RETURN if run.replica_gather is None else SPREAD)[-1])
         for piece in self.buffers[index].stored:
-            assert piece.view is not None
             self._update(piece.matrix, piece.spans, piece.view, packed=True)
-
-    def _wait(self, collective: Key) -> Iterator[Key]:
-        while collective not in self.world.done:
-            yield collective
 
     def _momentum(self, matrix: int, places: Sequence[Span], into: Tensor | None) -> None:
         parameter = self.plan.matrices[matrix].parameter
@@ -270,73 +273,18 @@ class Rank:
         for span in places:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
-    def _key(self, index: int, which: str) -> Key:
-        hop = self._phase(index, which).hop
-        if hop is not None and which not in (GATHER, RETURN, SPREAD):
-            return self.buckets[index], which, hop.rail if which in (OVER_RAIL, BACK_OVER_RAIL) else hop.node
-        return self.buckets[index], which, self._phase(index, which).group
 
-    def _phase(self, index: int, which: str) -> Phase:
-        run = self.program.buckets[index]
-        phase = {RETURN: run.returning, SPREAD: run.replica_gather}.get(which, run.gathering)
-        assert phase is not None
-        return phase
-
-    def _memory(self, collective: Key) -> tuple[Phase, BucketBuffers]:
-        index = self.buckets.index(collective[0])
-        return self._phase(index, collective[1]), self.buffers[index]
-
-    def _sides(self, collective: Key) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """The buffer and the splits that a hop sends, and those that it receives."""
-        phase, buffers = self._memory(collective)
-        hop, passed = phase.hop, buffers.passed
-        assert hop is not None
-        assert passed is not None
-        sides = {
-            "home": (buffers.home[phase.kept :], hop.home_splits),
-            "arriving": (passed.arriving, hop.arriving_splits),
-            "departing": (passed.departing, hop.departing_splits),
-            "owned": (buffers.results if collective[1] == BACK_IN_NODE else buffers.inbox, hop.owned_splits),
-        }
-        return [(sides[name][0][: sum(sides[name][1])], sides[name][1]) for name in SIDES[collective[1]]]
-
-    def sent(self, collective: Key) -> list[Tensor]:
-        """Elements sent from this rank to each rank of the group."""
-        if collective[1] in SIDES:
-            (buffer, splits), _ = self._sides(collective)
-            return [part.clone() for part in buffer.split(list(splits))]
-        phase, buffers = self._memory(collective)
-        if phase.collective is Collective.ALL_GATHER:
-            return [buffers.home[: phase.home_numel].clone()] * len(phase.group)
-        buffer, splits = buffers.results, phase.owned_splits
-        if collective[1] == GATHER:
-            buffer, splits = buffers.home[phase.kept :], phase.home_splits
-        return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
-
-    def output(self, collective: Key) -> Tensor:
-        """Where this rank receives."""
-        if collective[1] in SIDES:
-            return self._sides(collective)[1][0]
-        phase, buffers = self._memory(collective)
-        if collective[1] == SPREAD:
-            return buffers.shared[: sum(phase.owned_splits)]
-        if collective[1] == GATHER:
-            return buffers.inbox[: sum(phase.owned_splits)]
-        if phase.collective is Collective.ALL_TO_ALL:
-            return buffers.home[phase.kept :][: sum(phase.home_splits)]
-        return buffers.home[: phase.home_numel]
-
-    def received(self, collective: Key) -> tuple[int, ...]:
-        """Elements expected from each rank of the group."""
-        if collective[1] in SIDES:
-            return self._sides(collective)[1][1]
-        phase, _ = self._memory(collective)
-        return phase.home_splits if collective[1] == RETURN else phase.owned_splits
+def received(buffer: Tensor, splits: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    return buffer[: sum(splits)], splits
 
 
-def check_step(plan: Plan, late: bool) -> World:
+def parts_of(buffer: Tensor, splits: tuple[int, ...]) -> list[Tensor]:
+    return list(buffer[: sum(splits)].split(list(splits)))
+
+
+def check_step(plan: Plan) -> World:
     """Run a step of all ranks: every stored element gets one momentum and the right orthogonalized value, once."""
-    world = World(plan, late)
+    world = World(plan)
     world.run()
     for rank in world.ranks.values():
         for stored, momentum, update in zip(rank.stored, rank.momenta, rank.updates, strict=True):
@@ -366,20 +314,14 @@ def check_owners(world: World) -> None:
 @examples(200)
 @given(plans())
 def test_every_matrix_is_whole_once_and_every_holder_gets_a_result(plan: Plan) -> None:
-    check_owners(check_step(plan, late=True))
+    check_owners(check_step(plan))
 
 
 @examples(75)
 @given(plans(cut=False, overlaps=("forward",)))
 def test_overlapped_plans_cover_every_matrix_once(plan: Plan) -> None:
     """The rounds follow the pass, and equal matrices have swapped owners."""
-    check_owners(check_step(plan, late=True))
-
-
-@examples(50)
-@given(plans())
-def test_immediate_collectives_give_the_same_result(plan: Plan) -> None:
-    check_step(plan, late=False)
+    check_owners(check_step(plan))
 
 
 FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
@@ -401,7 +343,7 @@ def test_uneven_shards_of_rows_are_sent_from_multiples_of_16_bytes(exchange: str
 
 def test_every_rank_orthogonalizes_the_local_plain_tensors() -> None:
     plain = replace(parameter_of("p", (4, 4), FLAT, Separate()), plain=True)
-    assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
+    assert check_step(plan_of([plain])).work == Counter({(0, rank): 1 for rank in range(4)})
 
 
 def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
@@ -413,7 +355,7 @@ def test_buckets_with_and_without_return_in_place_share_buffer_sets() -> None:
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
     runs = make_program(plan, 0).buckets
     assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"
-    check_step(plan, late=True)
+    check_step(plan)
 
 
 @examples(75)

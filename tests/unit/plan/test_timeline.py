@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -25,7 +23,7 @@ from titan_muon.planner.machine import (
     planning_machine,
 )
 from titan_muon.planner.search import CandidatePlan
-from titan_muon.planner.timeline import LOCAL, stage_spans, timeline
+from titan_muon.planner.timeline import timeline
 from titan_muon.planner.walk import Costs
 
 # A single resource takes time, so that expected times are simple.
@@ -62,14 +60,6 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 26 + 8 + 10)
     # A rank sends to three others, and receives from three, in each of two collectives.
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
-
-
-def test_a_bucket_in_float32_takes_twice_the_time_of_links_and_8_bytes_more_of_copies(plan: Plan) -> None:
-    wide = replace(plan, works=tuple(replace(work, wire_bytes=4) for work in plan.works))
-    link, memory = replace(FREE, node=Link(64 * 64 * 2, 0)), replace(FREE, memory=64 * 64)
-    for machine, of_narrow, of_wide in ((link, 1.5, 3), (memory, 30 + 26 + 8 + 10, 30 + 26 + 16 + 10)):
-        assert (seconds(plan, machine), seconds(wide, machine)) == pytest.approx((of_narrow, of_wide))
-    assert (timeline(plan, link).link, timeline(wide, link).link) == pytest.approx((1.5, 3))
 
 
 def test_host_time_is_a_separate_bound(plan: Plan) -> None:
@@ -112,29 +102,6 @@ def four_rounds() -> tuple[Plan, MachineRates]:
     buckets = tuple(replace(bucket, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
-
-
-@pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
-def test_the_tail_is_the_last_return_and_apply(buffer_sets: int, tail: float) -> None:
-    """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
-    plan, machine = four_rounds()
-    # A rank has a quarter of each of the four matrices of a round, with 26 bytes read and written per element.
-    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 26 / 0.2))
-    assert played.tail == pytest.approx(tail)
-
-
-def test_waits_between_ranks_are_not_exposed_exchange() -> None:
-    """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
-    plan = plan_of(parameters(2, 2), machine=rates(node_latency_us=1e6))
-    (bucket,) = plan.buckets
-    buckets = tuple(replace(bucket, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
-    flops = {"bfloat16": plan.matrices[0].flops}
-    played = timeline(replace(plan, buckets=buckets, buffer_sets=1), replace(FREE, flops=flops))
-    assert played.last.seconds == pytest.approx(2)
-    assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
-    assert played.exposed == pytest.approx(0, abs=1e-12)
-    # Rank 0 finishes the local matrix a second earlier, and cannot continue alone.
-    assert played.tail == pytest.approx(0, abs=1e-12)
 
 
 @examples(50)
@@ -192,23 +159,3 @@ def test_a_file_and_ranks_per_node_override_the_named_machine() -> None:
     without_links = {"flops": dict(wanted.flops), "memory_bandwidth": 1e12}
     machine = machine_of(Machine(name="h200x8", file="x.json"), "cuda", json.dumps(without_links))
     assert machine == replace(MACHINES["h200x8"], flops=wanted.flops, memory=1e12)
-
-
-@pytest.mark.parametrize("ranks", [1, 4, 16])
-def test_spans_end_with_the_step_and_computing_spans_do_not_overlap(ranks: int) -> None:
-    plan = plan_of(parameters(7, ranks), machine=rates())
-    drawn, played = stage_spans(plan, MACHINES["h100x8"]), timeline(plan, MACHINES["h100x8"])
-    computing: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    newton: dict[int, float] = defaultdict(float)
-    for span in drawn:
-        if span.stage in ("advance", "copy", "orthogonalize", "apply"):
-            computing[span.rank].append((span.start, span.stop))
-        if span.stage == "orthogonalize":
-            newton[span.rank] += span.stop - span.start
-    for time in played.ranks:
-        mine = sorted(computing[time.rank])
-        assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(mine))
-        assert sum(stop - start for start, stop in mine) == pytest.approx(time.orthogonalize + time.passes)
-        assert newton[time.rank] == pytest.approx(time.orthogonalize), "the balance and the timeline agree"
-        assert max(stop for _, stop in mine) == pytest.approx(time.seconds)
-    assert {span.bucket for span in drawn} == ({LOCAL} if ranks == 1 else set(range(len(plan.buckets))))

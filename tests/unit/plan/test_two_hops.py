@@ -60,7 +60,7 @@ def hops_of(plan: Plan) -> dict[int, list[Hop]]:
 def test_matrices_hop_whole_by_the_planned_bytes_and_peers(plan: Plan) -> None:
     hops = hops_of(plan)
     assert all(len(of_rank) == len(plan.buckets) for of_rank in hops.values())
-    check_owners(check_step(plan, late=True))
+    check_owners(check_step(plan))
     cost = PlanCost.from_plan(plan, MACHINES["h100x8"])
     for (rank, of_rank), alike, planned in zip(hops.items(), cost.class_of, summarize(plan).ranks, strict=True):
         assert planned == counted(plan, rank)

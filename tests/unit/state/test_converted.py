@@ -66,87 +66,49 @@ def test_a_state_dict_with_lr_scale_loads_as_adjust_lr_fn(saved: str, loaded: st
     assert "lr_scale" not in made.param_groups[0]
 
 
-def test_lr_scale_of_another_library_passes_through_unread() -> None:
-    """timm, MAE and BEiT multiply the rate of a layer by this key of its group."""
-    decayed = Muon([{"params": list(parameters().items()), "lr_scale": 0.65}])
-    decayed.load_state_dict(copy.deepcopy(decayed.state_dict()))
-    (group,) = decayed.param_groups
-    assert (group["lr_scale"], group["adjust_lr_fn"]) == (0.65, "match_rms_adamw")
-
-
-class SumOfGradients(torch.optim.Optimizer):
-    """Muon of dion: momentum is the sum m <- mu m + g, and Nesterov adds the gradient."""
-
-    def __init__(self, params: Any, lr: float, mu: float, adjust_lr: str | None = "rms_norm") -> None:
-        options = {"lr": lr, "mu": mu, "weight_decay": 0.1, "nesterov": True, "adjust_lr": adjust_lr}
-        super().__init__(params, {**options, "algorithm": "muon", "epsilon": 1e-8})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                momentum: Tensor = state.setdefault("momentum", torch.zeros_like(param))
-                momentum.mul_(group["mu"]).add_(param.grad)
-
-
 def averages_of(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """torch's momentum after the gradients of three steps."""
     averages = {name: torch.zeros_like(param) for name, param in params.items()}
     for step in range(3):
         set_gradients(params, step)
         for name, param in params.items():
-            assert param.grad is not None
             averages[name].lerp_(param.grad, 0.1)
     return averages
 
 
-@pytest.mark.parametrize("source", ["dion", "dmuon"])
-def test_a_momentum_sum_is_converted_to_an_average(source: Any) -> None:
-    params = parameters()
-    vector = nn.Parameter(torch.ones(3))
-    groups = [{"params": params.values()}, {"params": [vector], "algorithm": "adamw", "lr": 0.5}]
-    theirs = SumOfGradients(groups, lr=0.02, mu=0.9)
-    vector.grad = torch.ones(3)
-    train(theirs, params, range(3))
-    saved = theirs.state_dict()
+def saved_by(source: str, averages: dict[str, Tensor]) -> dict[str, Any]:
+    """A state dict of another Muon with an AdamW. In dion and dmuon momentum is the sum m <- mu m + g."""
+    muon: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    adamw: dict[str, Any] = {"params": [2], "lr": 0.5, "betas": (0.9, 0.99)}
     if source == "dmuon":
-        momentum = {name: {"momentum_buffer": theirs.state[param]["momentum"]} for name, param in params.items()}
-        muons = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
-        saved = {"fsdp": {}, "dedicated": momentum, "param_groups": [muons, {"lr": 0.5, "betas": (0.9, 0.99)}]}
-    ours = Muon(list(params.items()))
-    ours.load_state_dict(converted(saved, source, ns_coefficients="polar_express_cushion"))
-    for name, average in averages_of(params).items():
+        momentum = {name: {"momentum_buffer": 10 * average} for name, average in averages.items()}
+        return {"fsdp": {}, "dedicated": momentum, "param_groups": [muon, adamw]}
+    if source == "dion":
+        dion = {"lr": 0.02, "mu": 0.9, "weight_decay": 0.1, "nesterov": True, "adjust_lr": "rms_norm", "epsilon": 1e-8}
+        groups = [{**dion, "params": [0, 1], "algorithm": "muon"}, {**dion, **adamw, "algorithm": "adamw"}]
+        return {"state": {i: {"momentum": 10 * a} for i, a in enumerate(averages.values())}, "param_groups": groups}
+    state = {index: {"momentum_buffer": average} for index, average in enumerate(averages.values())}
+    if source == "torchtitan":
+        (group,) = torch.optim.Muon(parameters().values(), **muon).state_dict()["param_groups"]
+        return {"state": state, "param_groups": [group]}
+    state[2] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3), "step": torch.tensor(3)}
+    groups = [{**muon, "params": [0, 1], "use_muon": True}, {**adamw, "use_muon": False}]
+    return {"state": state, "param_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("source", "adjust"),
+    [("dion", "match_rms_adamw"), ("dmuon", "match_rms_adamw"), ("torchtitan", None), ("keller_jordan", "original")],
+)
+def test_the_momentum_of_another_muon_is_converted_to_an_average(source: Any, adjust: str | None) -> None:
+    params = parameters()
+    averages, ours = averages_of(params), Muon(list(params.items()))
+    ours.load_state_dict(converted(saved_by(source, averages), source, ns_coefficients="polar_express_cushion"))
+    for name, average in averages.items():
         torch.testing.assert_close(ours.state[params[name]]["momentum_buffer"], average)
     group = ours.param_groups[0]
-    assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (0.02, 0.9, "match_rms_adamw")
+    assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (0.02, 0.9, adjust)
     assert group["ns_coefficients"] == "polar_express_cushion"
-
-
-@pytest.mark.parametrize("source", ["torchtitan", "keller_jordan"])
-def test_an_average_of_gradients_stays(source: Any) -> None:
-    """Groups like DistMuon's, and like Keller Jordan's MuonWithAuxAdam."""
-    params = parameters()
-    keys: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.0}
-    if source == "torchtitan":
-        torchs = torch.optim.Muon(params.values(), **keys)
-        keys |= {key: value for key, value in torchs.param_groups[0].items() if key != "params"}
-    averages = {index: {"momentum_buffer": average} for index, average in enumerate(averages_of(params).values())}
-    groups = [{**keys, "params": [0, 1]}]
-    if source == "keller_jordan":
-        groups[0]["use_muon"] = True
-        groups.append({"params": [2], "lr": 3e-4, "betas": (0.9, 0.95), "use_muon": False})
-        averages[2] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3), "step": 3}
-    ours = Muon(list(params.items()))
-    ours.load_state_dict(converted({"state": averages, "param_groups": groups}, source))
-    for index, param in enumerate(params.values()):
-        assert torch.equal(ours.state[param]["momentum_buffer"], averages[index]["momentum_buffer"])
-    group = ours.param_groups[0]
-    assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (
-        0.02,
-        0.9,
-        None if source == "torchtitan" else "original",
-    )
 
 
 def test_names_do_not_depend_on_wrappers() -> None:

@@ -1,6 +1,5 @@
 """A step allocates the planned bytes, stage by stage."""
 
-import gc
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from titan_muon import Expert, Muon, own
 from titan_muon.engine.exchange.exchange import fragmentation
-from titan_muon.engine.layout.intervals import Geometries, Geometry, Pieces
 from titan_muon.engine.layout.work import CPU_CHUNK_BYTES, ElementKind, Elements
 from titan_muon.engine.step.foreach import MomentumCall, Rectangle, UpdateCall
 from titan_muon.engine.step.muon import MuonAlgorithm
@@ -23,7 +21,6 @@ from titan_muon.engine.tensors.storage import check_devices, trained_params
 from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.planner.planner import passes_of
 from titan_muon.planner.summary import summarize
-from titan_muon.planner.walk import Costs, PlanCost
 
 MIB = 2**20
 # One Newton-Schulz step in the dtype of the workspace, because the tests are about the remaining stages.
@@ -186,29 +183,6 @@ def test_exchange_buffers_stay_allocated_with_keep_buffers(kept: bool) -> None:
     buffers = Muon([("w", nn.Parameter(shard))], expert=Expert(keep_buffers=kept)).engine.rank.buffers
     assert [tensor.untyped_storage().nbytes() for tensor in buffers.tensors] == [buffers.memory.nbytes * kept]
     assert buffers.memory.nbytes > 0
-
-
-def test_planning_data_is_dropped_after_construction() -> None:
-    """Pieces of thousands of matrices on a thousand ranks would slow down each garbage collection."""
-    kinds = (Geometries, Geometry, Pieces, Costs, PlanCost)
-    others = [item for item in gc.get_objects() if isinstance(item, kinds)]
-    muon = Muon([(f"w{i}", with_gradient(nn.Parameter(torch.zeros(8, 8 + i)))) for i in range(3)]).build()
-    muon.step()
-    gc.collect()
-    left = [item for item in gc.get_objects() if isinstance(item, kinds) and not any(item is o for o in others)]
-    assert [type(item).__name__ for item in left] == []
-
-
-def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    muon = Muon([("w", with_gradient(nn.Parameter(torch.zeros(64, 64))))]).build()
-
-    def fail(*args: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("titan_muon.engine.step.muon.lr_factor", fail)
-    with pytest.raises(MemoryError):
-        muon.step()
-    assert all(call.memory.nbytes() == 0 for views in muon.engine.step.views for call in views.updates)
 
 
 def test_parameters_on_several_devices_or_without_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Neighbouring pieces of a stack are one part of a list, and equal pieces at equal distances are one copy."""
+"""Equal pieces at equal distances are one copy, and an owner gets neighbours of a stack."""
 
 from collections import Counter
 from itertools import pairwise
@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon.engine.exchange.exchange import BufferPiece, Buffers, wire_dtypes
-from titan_muon.engine.layout.intervals import Geometries, Pieces, Span, spans
+from titan_muon.engine.layout.intervals import Geometries, Pieces, spans
 from titan_muon.engine.layout.types import Bucket, Plan, Shard
 from titan_muon.engine.planning import in_order
 from titan_muon.engine.program.patterns import PATTERNS
@@ -16,46 +16,6 @@ from titan_muon.engine.program.program import make_program
 from titan_muon.engine.step.foreach import joined
 from titan_muon.engine.step.views import strided
 from titan_muon.planner.timeline import listed_parts
-
-ROWS, COLS = 2, 4
-
-
-def stored(matrix: int, first_row: int, offset: int | None) -> BufferPiece:
-    """Two rows of a matrix: rows of the storage, and a place in a buffer."""
-    whole = (slice(0, ROWS), slice(0, COLS))
-    view = None if offset is None else torch.zeros(100)[offset : offset + ROWS * COLS].view(ROWS, COLS)
-    span = Span((slice(first_row, first_row + ROWS), slice(0, COLS)), whole, whole)
-    return BufferPiece(matrix, (span,), view)
-
-
-def kind(matrix: int) -> bool:
-    """Matrix 9 has another parameter or another shape."""
-    return matrix == 9
-
-
-def test_neighbours_in_the_storage_and_in_the_buffer_are_one_piece() -> None:
-    [piece] = joined([stored(0, 0, 8), stored(1, 2, 16), stored(2, 4, 24)], kind)
-    assert piece.matrix == 0
-    assert piece.view is not None
-    assert (piece.view.shape, piece.view.storage_offset()) == ((6, COLS), 8)
-    assert piece.spans[0].local == (slice(0, 6), slice(0, COLS))
-    assert piece.view[piece.spans[0].piece].shape == (6, COLS)
-    [without_view] = joined([stored(0, 0, None), stored(1, 2, None)], kind)
-    assert without_view.view is None
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        pytest.param(stored(1, 3, 8), id="a gap in the storage"),
-        pytest.param(stored(1, 2, 10), id="a gap in the buffer"),
-        pytest.param(stored(1, 2, None), id="packed by another rank"),
-        pytest.param(stored(9, 2, 8), id="another kind"),
-    ],
-)
-def test_other_pieces_stay_apart(second: BufferPiece) -> None:
-    first = stored(0, 0, 0)
-    assert joined([first, second], kind) == [first, second]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -80,13 +40,6 @@ def test_pieces_of_all_ranks_are_assembled_in_at_most_three_copies(dtype: torch.
     for source, target in copies:
         target.copy_(source)
     assert torch.equal(whole, expected)
-
-
-def test_few_pieces_stay_a_list_of_equal_strides() -> None:
-    """Such a list takes one launch, a strided copy a launch of its own."""
-    buffer, whole = torch.randn(4, 2, 4), torch.zeros(4, 4, 4)
-    pairs = [(buffer[place], whole[place, :2]) for place in range(4)]
-    assert strided(reversed(pairs)) == pairs
 
 
 def test_an_owner_gets_neighbours_at_the_cost_of_before() -> None:

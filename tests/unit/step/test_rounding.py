@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.shared import drawn, equal, muon_keywords
+from tests.shared import muon_keywords
+from tests.unit.step.test_first_use import train
 from titan_muon import Muon
 from titan_muon.engine.step.algorithm import Tensors
 from titan_muon.engine.step.rounding import chunk_of, memory_bytes
@@ -17,26 +18,14 @@ SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
 
 
-full = partial(drawn, SHAPES)
-
-
-def parameters() -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(value.bfloat16()) for name, value in full(0).items()}
-
-
-def step(params: dict[str, nn.Parameter], muon: Muon, seed: int) -> None:
-    for name, grad in full(seed).items():
-        params[name].grad = grad.bfloat16()
-    muon.step()
+def parameters(dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in SHAPES.items()}
 
 
 def scaled_sum(params: Tensors, updates: Tensors, keep: float, alpha: float) -> None:
     """params <- keep params + alpha updates."""
     torch._foreach_mul_(params, keep)
     torch._foreach_add_(params, updates, alpha=alpha)
-
-
-DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 
 
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
@@ -105,30 +94,11 @@ def test_a_checkpoint_without_a_draw_count_is_loaded() -> None:
     state = muon.state_dict()
     del state["param_groups"][0]["step"]
     muon.load_state_dict(state)
-    step(params, muon, 1)
+    train(muon, params, range(1))
 
 
 def test_the_count_of_steps_is_kept_only_for_bfloat16() -> None:
     """Checkpoints of float32 weights keep the same keys."""
-    wide = {name: nn.Parameter(value) for name, value in full(0).items()}
-    for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):
-        muon = Muon(list(params.items()), **muon_keywords(rounding=rounding, **OPTIONS)).build()
-        assert ("step" in muon.param_groups[0]) == counted
-
-
-def test_draws_do_not_depend_on_the_batch_of_updates() -> None:
-    """Two tensors in a chunk get the same bits as alone, also after different steps."""
-    values = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16() for shape in ((5, 7), (4, 9))]
-    updates, scratch = [torch.zeros_like(value) for value in values], torch.empty(2**14, dtype=torch.uint8)
-
-    def rounded(firsts: list[int], chosen: list[int], kept: list[bool]) -> list[Tensor]:
-        params = [values[i].clone() for i in chosen]
-        chunk = chunk_of([param.shape for param in params], firsts, scratch)
-        those = [i for i, keep in enumerate(kept) if keep]
-        chunk.only(kept).update([params[i] for i in those], [updates[chosen[i]] for i in those], DECAY, 1)
-        return [params[i] for i in those]
-
-    both = rounded([2**31 + 5, 11], [0, 1], [True, True])
-    assert equal(both[:1], rounded([2**31 + 5], [0], [True]))
-    assert equal(both[1:], rounded([11], [1], [True]))
-    assert equal(both[1:], rounded([2**31 + 5, 11], [0, 1], [False, True]))
+    for dtype, rounding in ((torch.float32, "stochastic"), (torch.bfloat16, "nearest")):
+        muon = Muon(list(parameters(dtype).items()), **muon_keywords(rounding=rounding, **OPTIONS)).build()
+        assert "step" not in muon.param_groups[0]

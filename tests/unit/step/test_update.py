@@ -1,54 +1,24 @@
-"""The parts of a step: arithmetic of the momentum, views, ranges of a profiler, and the number of operators."""
+"""The parts of a step: arithmetic of the momentum, ranges of a profiler, and the number of operators."""
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.reference_muon import ReferenceMuon
-from tests.shared import drawn, muon_keywords
+from tests.shared import muon_keywords
 from titan_muon import Muon
-from titan_muon.adamw import AdamW
-from titan_muon.engine.layout.intervals import Span
 from titan_muon.engine.step import muon as update
 from titan_muon.engine.step import step as step_module
-from titan_muon.engine.step.foreach import Rectangle, rectangle_of
-
-SHAPES = {"tall": (48, 20), "wide": (20, 48), "square": (32, 32), "row": (1, 40), "column": (40, 1), "tiny": (1, 1)}
-
-
-full = partial(drawn, SHAPES)
 
 
 def test_the_host_does_not_read_a_rate_on_the_device() -> None:
     """A meta tensor has no value, as the host has none of a GPU's before the queue is done."""
     assert update.rate(torch.tensor([0.5], device="meta")).shape == ()
     assert update.rate(torch.tensor([0.5])) == 0.5
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"weight_decay": 0.1}, {"adjust_lr_fn": "original", "nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}],
-)
-def test_the_reference_of_the_tests_equals_torch_optim_muon(options: dict[str, Any]) -> None:
-    """Parameters and momentum after four steps, bit for bit. tests/conformance compares Muon."""
-    options = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": None, "nesterov": True, **options}
-    params = {name: torch.nn.Parameter(value) for name, value in full(0).items()}
-    optimizer, reference = torch.optim.Muon(params.values(), **options), ReferenceMuon(full(0), **options)
-    for step in range(4):
-        for name, grad in full(step + 1).items():
-            params[name].grad = grad
-        optimizer.step()
-        reference.step(full(step + 1))
-    for name, param in params.items():
-        assert torch.equal(reference.params[name], param), name
-        assert torch.equal(reference.average[name], optimizer.state[param]["momentum_buffer"]), name
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -65,31 +35,7 @@ def test_a_bf16_average_or_gradient_advances_in_float32(state: torch.dtype, wire
     assert torch.equal(average, exact.to(state))
 
 
-# Rectangles of a parameter's storage for its parts
-
-
 EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
-
-
-@pytest.mark.parametrize(
-    ("local", "place"),
-    [
-        ((EVERY, EVERY), None),
-        ((slice(1, 3), EVERY), slice(1, 3)),
-        ((EVERY, slice(1, 3)), (EVERY, slice(1, 3))),
-        # From the first to the last row, with gaps: gate and up rows alternate.
-        ((OTHER, EVERY), OTHER),
-        ((EVERY, OTHER), (EVERY, OTHER)),
-    ],
-    ids=str,
-)
-def test_a_rectangle_covers_the_span_of_the_storage(
-    local: tuple[slice, slice], place: tuple[slice, slice] | slice | None
-) -> None:
-    stored = torch.arange(25.0).view(5, 5)
-    part = rectangle_of(7, Span(local, local, local), stored)
-    assert part == Rectangle(7, place)
-    assert torch.equal(part.of(stored), stored[local])
 
 
 # Ranges of the stages in a profiler's trace
@@ -122,7 +68,7 @@ def test_a_step_makes_no_range_unless_a_profiler_records(monkeypatch) -> None:
     optimizer().step()
 
 
-# A step makes few operators, and refuses a group that lost a parameter
+# A step makes few operators
 
 
 EXECUTOR_SHAPES = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
@@ -181,21 +127,3 @@ def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
         for rounding in ("nearest", "stochastic")
     )
     assert stochastic[1] - nearest[1] == stochastic[0] - nearest[0]
-
-
-def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch.Tensor]:
-    """The parameters after another step."""
-    muon.step()
-    return {name: param.detach().clone() for name, param in params.items()}
-
-
-@pytest.mark.parametrize("optimizer", [Muon, AdamW])
-def test_a_group_that_lost_a_parameter_is_refused_by_name(optimizer: type[Optimizer]) -> None:
-    """Names of the remaining parameters would move to others."""
-    params = named()
-    built = optimizer(params.items())
-    before = stepped(params, built)
-    del built.param_groups[0]["params"][1]
-    with pytest.raises(ValueError, match=r"^param_groups: the group of 0\.square has 3 parameters and 4 names; "):
-        built.step()
-    assert all(torch.equal(param, before[name]) for name, param in params.items())

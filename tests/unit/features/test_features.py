@@ -1,12 +1,14 @@
-"""Momentum in 8 bits: the error of a block, unbiased rounding, and refusals."""
+"""Features by themselves: momentum in 8 bits, the mask of idle matrices, and a GradScaler."""
 
 import math
+from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_muon import Muon
+from titan_muon import Expert, Muon, clip_grad_norm_
 from titan_muon.features.eight_bit import SCALE_BLOCK, decoded, encode
 
 
@@ -66,3 +68,63 @@ def test_each_step_rounds_the_momentum_by_its_own_draws() -> None:
         muon.step()
         numbers.append(muon.state[param]["momentum_buffer"].clone())
     assert not torch.equal(*numbers)
+
+
+# The mask of matrices without an update, in float64. Bits: tests/parity
+
+
+def test_float64_trains_with_a_mask_and_a_clip() -> None:
+    param = nn.Parameter(torch.randn(16, 24, dtype=torch.float64))
+    muon, before = Muon([("w", param)], expert=Expert(idle="hold")), param.detach().clone()
+    param.grad = torch.full_like(param, 1e3)
+    assert clip_grad_norm_([param], 1.0) == pytest.approx(1e3 * (16 * 24) ** 0.5)
+    muon.step()
+    muon.check_last_step()
+    assert not torch.equal(param, before)
+
+
+# A step under a GradScaler leaves nothing behind for the next step
+
+
+def test_a_plain_step_after_a_failed_scaled_step_has_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    param = nn.Parameter(torch.ones(6, 8))
+    muon = Muon([("w", param)], weight_decay=0.0)
+    plain = muon.engine.step.algorithm
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    param.grad = torch.randn(6, 8)
+    muon.found_inf, muon.grad_scale = torch.zeros(()), torch.tensor(2.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(muon.engine.step.mask, "zero_", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            muon.step()
+    del muon.found_inf, muon.grad_scale
+    muon.step()
+    assert muon.engine.step.algorithm is plain
+    assert not torch.equal(param, torch.ones(6, 8)), "the step is not skipped"
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        lambda muon: muon.state_dict()["param_groups"],
+        lambda muon: deepcopy(muon).param_groups,
+        lambda muon: muon.check_last_step() or muon.param_groups,
+    ],
+    ids=["saved", "copied", "checked"],
+)
+def test_a_skipped_step_is_not_counted(counted: Callable[[Muon], list[dict[str, int]]]) -> None:
+    """The count moves the warm-up of the momentum and the draws of rounding."""
+    param = nn.Parameter(torch.ones(6, 8))
+    muon = Muon([("w", param)], momentum_warmup_steps=4)
+    for skips in (False, True, True, False, True):
+        param.grad = torch.randn(6, 8)
+        muon.found_inf = torch.tensor(float(skips))
+        muon.step()
+    assert [group["step"] for group in counted(muon)] == [2]
+    param.grad = torch.randn(6, 8)
+    muon.found_inf = torch.tensor(0.0)
+    muon.step()
+    assert [group["step"] for group in counted(muon)] == [3]
