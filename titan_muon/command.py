@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return audit(words)
     if verb not in COMMANDS:
-        print(f"titan-muon: {verb!r} is no command; choose from {', '.join(COMMANDS)}, audit, recipes", file=sys.stderr)
+        choices = ", ".join((*COMMANDS, "audit", "recipes"))
+        print(f"titan-muon: {verb!r} is not a command; choose from {choices}", file=sys.stderr)
         return 2
     of_config = verb == "plan" and bool(words) and not words[0].startswith("-")
     drawing = ("matplotlib",) if verb in ("compare", "sweep") else ()

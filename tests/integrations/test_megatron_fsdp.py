@@ -48,5 +48,5 @@ def test_calls_that_would_be_wrong_are_refused_by_name(tmp_path: Path) -> None:
     assert "all gradients of the first step are zero, as fully_shard_optimizer" in found["zeros after"]
     assert found["weights"] == "unchanged"
     assert "build a new Hybrid for more of them" in found["names"]
-    assert "is no sharded parameter of Megatron-FSDP" in found["plain"]
+    assert "is not a sharded parameter of Megatron-FSDP" in found["plain"]
     assert "its second backward pass fails; use fully_shard_model" in found["experimental hfsdp"]

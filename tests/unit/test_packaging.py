@@ -89,4 +89,4 @@ def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert command.main([]) == command.main(["--help"]) == 0
     assert capsys.readouterr().out == 2 * (command.USAGE + "\n")
     assert command.main(["fly"]) == 2
-    assert "'fly' is no command; choose from train, plan, compare" in capsys.readouterr().err
+    assert "'fly' is not a command; choose from train, plan, compare" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def optimizers_of_groups(
         # The other options would be left out without a word.
         for key in (key for key in table if key not in registry.optimizers.get(name).shared):
             remedy = f"expert=Expert({key}=...)" if key in EXPERT else "a key of its groups"
-            raise OptionError(f"{name}[{key!r}]", f"is no keyword of the whole optimizer; pass {remedy}")
+            raise OptionError(f"{name}[{key!r}]", f"is not a keyword of the whole optimizer; pass {remedy}")
     frozen = frozen_in(modules)
     if left := [fqn for fqn in parameters if fqn not in assigned and fqn not in frozen]:
         warn(f"{listed(left)}: in no group, so that no optimizer trains them")
@@ -110,7 +110,7 @@ def _options(values: Mapping[str, Any], optimizer: str, index: int) -> dict[str,
     """A group's hyperparameters in this package's spelling."""
     if unknown := sorted(values.keys() - TAKEN):
         raise OptionError(
-            f"groups[{index}].{unknown[0]}", f"is no key of a group here; it takes {', '.join(sorted(TAKEN))}"
+            f"groups[{index}].{unknown[0]}", f"is not a key of a group here; it takes {', '.join(sorted(TAKEN))}"
         )
     if values.get("flatten", False):
         problem = (

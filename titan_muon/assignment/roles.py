@@ -106,8 +106,11 @@ def _heads(part: nn.Module, vocabulary: int) -> Iterator[Tensor]:
     """Weights of output heads, tied or not: linear layers onto the vocabulary."""
     for name, module in part.named_modules():
         if isinstance(module, nn.Linear):
-            # Layers within repeated blocks are no heads, even with a width equal to the vocabulary's.
-            onto = module.out_features == vocabulary and not re.search(r"(^|\.)\d+(\.|$)", name)
+            path, _, last = name.rpartition(".")
+            parent = part.get_submodule(path)
+            # Layers within repeated blocks are not heads, even with a width equal to the vocabulary's.
+            ends = not last.isdigit() or (isinstance(parent, nn.Sequential) and module is parent[-1])
+            onto = module.out_features == vocabulary and ends and not re.search(r"(^|\.)\d+(\.|$)", path)
             if onto or re.search(HEADS, f"{name}.weight"):
                 yield module.weight
 

@@ -52,7 +52,7 @@ REASONS: Mapping[Role, str] = MappingProxyType(
         "norm": "scale of a norm",
         "bias": "biases, one vector beside the other",
         "table": "table: its rows are added or looked up, not multiplied",
-        "elementwise": "acts element by element, and is no matrix",
+        "elementwise": "acts element by element, and is not a matrix",
     }
 )
 """Roles that AdamW trains, or the optimizer of routers."""

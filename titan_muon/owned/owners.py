@@ -121,7 +121,7 @@ class Owners:
                 )
             _check_ownable(fqn, info.param, mesh, split, named=fqn in named)
         if not choices:
-            raise ValueError("nothing to own: the model has no matrix; pass params, or use fully_shard alone")
+            raise ValueError("nothing to own: the model has no matrix; pass params, or use only fully_shard")
         self.comm = OwnerComm(mesh)
         self.traffic, self.context = self.comm.traffic, HookContext(self.comm)
         bytes_alone = set(elementwise)
@@ -201,8 +201,8 @@ def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequenc
         raise ValueError(f"{fqn}: a scalar has nothing to divide; leave it to fully_shard")
     if not named and parameter.ndim not in (2, 3) and split_of(fqn, split) is None:
         raise ValueError(
-            f"{fqn}: shape {tuple(parameter.shape)} is no matrix; leave it to fully_shard, describe its matrices with "
-            "split, or name it in a placement rule"
+            f"{fqn}: shape {tuple(parameter.shape)} is not a matrix; leave it to fully_shard, describe its matrices "
+            "with split, or name it in a placement rule"
         )
     if not isinstance(parameter, DTensor):
         return

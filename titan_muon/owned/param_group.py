@@ -26,7 +26,7 @@ from .param import OwnedParam, OwnedPart
 class OwnedState(Enum):
     """Location of a param group's elements."""
 
-    OWNED = "on the owners alone"
+    OWNED = "only on the owners"
     UNSHARDING = "in the gather, or gathered and not in use"
     UNSHARDED = "on all ranks"
 
@@ -96,7 +96,7 @@ class OwnedParamGroup:
         self.state = OwnedState.UNSHARDED
 
     def keep(self) -> None:
-        """Keep the unsharded memory for the next backward. A further forward gathers the current weights."""
+        """Keep the unsharded memory for the next backward. Another forward gathers the current weights."""
         if self.state is OwnedState.UNSHARDED:
             for param in self.params:
                 param.to_owned()

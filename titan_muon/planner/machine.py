@@ -130,7 +130,7 @@ _HOST, _HOST_PIECE = 8.6e-6, 26.4e-6
 _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 
 
-# One H200 (docs/results/gpu.json): products alone reached 770 TFLOP/s, in float32 50, and a copy 4.0 TB/s. Products and
+# One H200 (docs/results/gpu.json): large products reached 770 TFLOP/s, in float32 50, and a copy 4.0 TB/s. Products and
 # passes of a step reached 650 TFLOP/s and 3.0 TB/s, by a fit to steps of three models. The other GPUs have the same
 # shares of their data sheets: 66 % of dense bfloat16, 75 % of float32, 62.5 % of the memory bandwidth.
 _SHARE, _SHARE_FLOAT32, _SHARE_MEMORY = 650 / 989, 50 / 67, 3.0 / 4.8

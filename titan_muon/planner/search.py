@@ -143,7 +143,7 @@ PAYS = 1.1
 TURNS, FORWARD_TURNS = 2, 16
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
 BUFFER_SETS = (3, 4)
-"""Buffer sets to overlap gather, compute and return; the fourth gathers further ahead."""
+"""Buffer sets to overlap gather, compute and return; the fourth gathers earlier."""
 FEWER_SETS = (1, 2)
 """Further numbers of buffer sets, if `buffer_gib` asks to save memory."""
 MOST_TURNS = 200_000
@@ -237,7 +237,7 @@ class _Search:
         left, before = self._left, math.inf
         while (candidate := self._simulate(strategy)) is not None:
             best = self._better(best, strategy)
-            # In large worlds, keep turns for further strategies, unless the last doubling paid much.
+            # In large worlds, keep turns for other strategies, unless the last doubling paid much.
             next_turns, pays = 2 * (left - self._left), PAYS * candidate.price <= before
             ends = next_turns > self._left or (next_turns > self._left / 2 and not pays)
             ends = ends or candidate.price > PAYS * self._simulated[best].price

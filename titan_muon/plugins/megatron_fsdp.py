@@ -44,7 +44,7 @@ def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:
     for fqn, parameter in named:
         if not isinstance(parameter, DTensor) or not any(hasattr(parameter, mark) for mark in MARKS):
             raise ValueError(
-                f"{fqn}: is no sharded parameter of Megatron-FSDP; build the optimizer after fully_shard_model (or "
+                f"{fqn}: is not a sharded parameter of Megatron-FSDP; build the optimizer after fully_shard_model (or "
                 "the experimental fully_shard), and before the first forward pass"
             )
     if all(hasattr(parameter, MARKS[1]) for _, parameter in named):

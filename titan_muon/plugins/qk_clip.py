@@ -259,7 +259,7 @@ def _group_size(layer: AttentionLayer, weight: HeadWeight) -> tuple[int, int]:
     height, rows = sum(part.rows for part in weight.pattern), len(weight.tensor)
     repeats = rows // height
     if rows % height or repeats == 0 or layer.heads % repeats:
-        problem = f"{rows} rows are no repeats of {height} rows for {layer.heads} heads"
+        problem = f"{rows} rows are not repeats of {height} rows for {layer.heads} heads"
         raise ValueError(f"{weight.fqn}: {problem}; correct the pattern or the layer's heads")
     group = layer.heads // repeats
     if any(part.head >= group for part in weight.pattern):

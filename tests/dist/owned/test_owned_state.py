@@ -239,7 +239,7 @@ def wrong_calls(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
 
 REFUSALS = {
     "tied": r"layers\.0\.wv\.weight, layers\.2\.wq\.weight are one tied parameter.*fully_shard",
-    "vector": r"norm1\.weight: shape \(32,\) is no matrix; leave it to fully_shard.*split",
+    "vector": r"norm1\.weight: shape \(32,\) is not a matrix; leave it to fully_shard.*split",
     "stranger": r"the model does not have, of shapes \[\(32, 32\)\]",
     "nothing": r"nothing to own",
     "not in the mesh": r"this rank is not in the mesh",

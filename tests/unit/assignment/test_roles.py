@@ -110,6 +110,14 @@ def test_the_vocabulary_size_identifies_an_output_head() -> None:
         assert assigned(made)[f"{name}.weight"].optimizer == "adamw", "a classifier has no row for each token"
 
 
+def test_the_last_layer_of_a_sequence_may_be_the_output_head() -> None:
+    embed = nn.Embedding(512, 64, device="meta")
+    roles = assigned(nn.Sequential(embed, linear(512, 64), linear(64, 512), linear(512, 64)))
+    assert {fqn for fqn, a in roles.items() if a.reason == "output head"} == {"3.weight"}
+    layers = nn.ModuleList([linear(512, 64), linear(512, 64)])
+    assert assigned(module(embed=embed, layers=layers))["layers.1.weight"].optimizer == "muon"
+
+
 def test_a_linear_layer_is_hidden_under_any_name_and_without_a_vocabulary_the_name_decides() -> None:
     assert assigned(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
     roles = assigned(module(embed_in=linear(64, 32), output=linear(32, 64), layers=module(a=linear(64, 32))))

@@ -13,7 +13,7 @@ from torch import nn
 import titan_muon
 from docs import make_api, make_compatibility
 from tests.shared import muon_keywords
-from titan_muon import Muon, registry
+from titan_muon import Muon, registry, removed
 from titan_muon.engine.faults.faults import REMEDIES
 from titan_muon.trainer.recipe import constraints
 from titan_muon.trainer.recipe.degrees import TORCH_NEEDS
@@ -28,6 +28,30 @@ def read(page: Path) -> str:
 
 def test_the_page_of_the_api_is_what_its_script_writes() -> None:
     assert read(make_api.PAGE) == make_api.page()
+
+
+def test_the_migration_page_has_every_removed_option() -> None:
+    page = read(DOCS / "migration.md").partition("## From 0.2.0")[2]
+    names = [key.rpartition(".")[2] for key in removed.OPTIONS]
+    names += [str(value) for _, value in removed.VALUES]
+    assert [name for name in (*names, *(f"--{flag}" for flag in removed.FLAGS)) if name not in page] == []
+
+
+README_FIGURES = (  # the words, and the page with the figures and their command
+    ("commit e06cfd46", "h200.md", "make gpu"),
+    ("20.6, 37.8 and 492 ms", "h200.md", "make gpu"),
+    ("42 M parameters", "h200.md", "make gpu"),
+    ("40 M tokens was 2.249 with Muon and 2.913 with AdamW", "h200.md", "make gpu"),
+    ("models of 1.5 and 3.6 million parameters", "study.md", "titan-muon sweep"),
+)
+
+
+@pytest.mark.parametrize(("words", "page", "command"), README_FIGURES)
+def test_a_page_of_results_has_the_readmes_figures_and_their_command(words: str, page: str, command: str) -> None:
+    text = " ".join(read(DOCS / "results" / page).split())
+    assert words in " ".join(read(DOCS.parent / "README.md").split())
+    assert command in text
+    assert [figure for figure in re.findall(r"\b[\d.]+\b|\be\w{7}\b", words) if figure not in text] == []
 
 
 SLOW = {"options": pytest.mark.slow}

@@ -163,13 +163,13 @@ def check_keys(group: Mapping[str, Any]) -> None:
                 "model to titan_muon.Hybrid",
             )
         if key == "maximize" and value:
-            raise OptionError(key, "is no key of a Muon group; negate the loss")
+            raise OptionError(key, "is not a key of a Muon group; negate the loss")
         refuse_removed([key])
         # Layer decay's `lr_scale` is a number.
         name = OTHER_NAMES.get(key) if key != "lr_scale" or isinstance(value, str) else None
         similar = [] if key in KEYS else get_close_matches(key, (*KEYS, *SHARED), 1, SIMILAR)
         if name or similar:
-            raise OptionError(key, f"is no key of a Muon group; did you mean {name or similar[0]}?")
+            raise OptionError(key, f"is not a key of a Muon group; did you mean {name or similar[0]}?")
 
 
 def other_algorithm(group: Mapping[str, Any]) -> str | None:

@@ -171,7 +171,7 @@ def joined(pieces: Iterable[BufferPiece], kind: Callable[[int], Hashable]) -> li
 
 
 def _both(first: BufferPiece, second: BufferPiece) -> BufferPiece | None:
-    """One piece of two, or None if they are no neighbours."""
+    """One piece of two, or None if they are not neighbours."""
     if len(first.spans) > 1 or len(second.spans) > 1:
         return None
     (rows, cols), (next_rows, next_cols) = first.spans[0].local, second.spans[0].local

@@ -174,7 +174,7 @@ def _expression(text: str) -> list[list[str]]:
     try:
         parsed_text = ParsedExpression(text)
     except EinopsError as error:
-        raise ValueError(f"is no einops notation: {error}") from error
+        raise ValueError(f"is not einops notation: {error}") from error
     # A number could be any axis of the other side.
     if parsed_text.has_ellipsis or parsed_text.has_non_unitary_anonymous_axes:
         raise ValueError("has a number or dots for an axis; name the axis, and set its length in lengths")

@@ -92,7 +92,7 @@ class HybridOptimizers(ForwardsToParts, OptimizersContainer):
 
     @property
     def plan(self) -> Plan | None:
-        """Muon's plan. None for a pipeline stage without matrices, whose Muon takes part in agreements alone."""
+        """Muon's plan. None for a pipeline stage without matrices, whose Muon only takes part in agreements."""
         return next((muon.plan for muon in self._muons if muon.plan.matrices), None)
 
     def __repr__(self) -> str:

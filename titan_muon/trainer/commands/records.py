@@ -25,7 +25,7 @@ Series = dict[float, float]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of a run, or the mean of runs with different seeds alone.
+    """Record of a run, or the mean of runs that differ only by seeds.
 
     Attributes:
         label: short name, unique in a comparison.
@@ -143,7 +143,7 @@ def _without_seeds(name: str) -> str:
 
 
 def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
-    """Read the runs `paths`, in order, with losses by `axis`. Runs that differ by seeds alone are averaged.
+    """Read the runs `paths`, in order, with losses by `axis`. Runs that differ only by seeds are averaged.
 
     Raises RecipeError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """

@@ -31,7 +31,7 @@ class TokenBlocks:
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:
-        # Block k depends on k alone: any rank can read any block, and a run resumes from a single number.
+        # Block k depends only on k: any rank can read any block, and a run resumes from a single number.
         self._corpus = corpus
         self._documents = documents
         self.seq_len = seq_len

@@ -21,7 +21,7 @@ class HeldOutValidator(Validator):
         global_batch_size: int = -1
         """Sequences per optimizer step over all ranks, the unit of `steps`; -1: a local batch per rank."""
         is_stopping: Callable[[], bool] = lambda: False
-        """Whether a stop was requested, so that no further validation begins."""
+        """Whether a stop was requested, so that no other validation begins."""
 
     dl_config: Any
 

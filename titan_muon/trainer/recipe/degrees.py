@@ -73,8 +73,8 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
         degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is no multiple of {divisor} (the "
-            "tensor parallel degree under sequence parallel, times twice the context degree above 1). Change the "
+            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is not a multiple of {divisor} "
+            "(the tensor parallel degree under sequence parallel, times twice the context degree above 1). Change the "
             "degree or the length; the degree must also divide the model's attention heads."
         )
 

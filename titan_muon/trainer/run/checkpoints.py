@@ -130,7 +130,7 @@ class RunCheckpoints(CheckpointManager):
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         name = STEP_FOLDER.fullmatch(Path(checkpoint_id).name)
-        assert name is not None, f"{checkpoint_id} is no folder of a step"
+        assert name is not None, f"{checkpoint_id} is not a step's folder"
         writer = SummingWriter(checkpoint_id, int(name[1]), self.run)
         result: Any = None
         if async_mode == AsyncMode.DISABLED:
@@ -255,5 +255,5 @@ def _first_failure(error: CheckpointException) -> str:
     text = str(cause).strip()
     if isinstance(cause, UnpicklingError) and (detail := NOT_PLAIN.search(text)):
         # PyTorch's text begins with the advice to load without this protection.
-        text = f"a saved value is no plain data: {detail[0]}"
+        text = f"a saved value is not plain data: {detail[0]}"
     return f"rank {rank}: {type(cause).__name__}: {text.partition(chr(10))[0]}"

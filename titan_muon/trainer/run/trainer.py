@@ -250,7 +250,7 @@ class MuonTrainer(Trainer):
         self._check_replicas()
         local_parts = {name: local(parameter) for name, parameter in self.optimizers.named_parameters.items()}
         shards = {name: shard for name, shard in local_parts.items() if shard.numel() > 0}
-        # A rank may have empty shards alone.
+        # A rank may have only empty shards.
         norms = torch._foreach_norm([torch.zeros(1, device=self.device), *shards.values()], math.inf)
         largest = torch.stack([norm.to(self.device, torch.float64) for norm in norms])
         # The comparison is false for NaN.

@@ -125,7 +125,7 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
         is_local = path is not None and not section.initial_load_in_hf and "://" not in path
         if path is not None and is_local and not Path(path, ".metadata").is_file():
             raise RecipeError(
-                f"= {path!r} has no .metadata, so it is no whole checkpoint; name a "
+                f"= {path!r} has no .metadata, so it is not a whole checkpoint; name a "
                 "folder such as RUN/checkpoint/step-100",
                 key="checkpoint.initial_load_path",
             )
