@@ -1,4 +1,4 @@
-"""Each row of docs/zoo.md is the default assignment of its model: a family of TorchTitan or an architecture of
+"""Each row of docs/results/zoo.md is the default assignment of its model: a family of TorchTitan or an architecture of
 Hugging Face, on the meta device from a configuration. To add a model, add its row."""
 
 import importlib
@@ -21,7 +21,7 @@ from titan_muon.assignment.table import OUTSIDE
 from titan_muon.engine.tensors.matrices import matrix_shapes, stack_of
 from titan_muon.trainer.torchtitan import compat
 
-PAGE = Path(__file__).parents[3] / "docs" / "zoo.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results" / "zoo.md"
 ROWS = {
     line.split("|")[1].strip(): line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.count("%") == 1
 }
