@@ -35,7 +35,7 @@ Methods stand below the class; [your_own_algorithm.md](your_own_algorithm.md) ha
 MODULES = {
     "titan_muon.audit": ("watch",),
     "titan_muon.adamw": ("AdamW",),
-    "titan_muon.options": ("OptionError",),
+    "titan_muon.options": ("OptionError", "Split"),
     "titan_muon.engine.orthogonalize": ("iteration", "orthogonalize"),
     "titan_muon.engine.orthogonalize.dispatch": ("Method",),
     "titan_muon.owned": ("full_state_dict", "gather", "is_owned", "load_full_state_dict"),
