@@ -183,9 +183,9 @@ LAYOUTS = [
         "parallelism.tensor_parallel_degree = 4 cannot cut training.seq_len = 14, which is no multip",
     ),
     ("cp=2 length=12", 4, ""),
-    ("cp=2 length=14", 4, "no multiple of 4"),
+    ("cp=2 length=14", 4, "not a multiple of 4"),
     ("tp=2 cp=2 length=24", 4, ""),
-    ("tp=2 cp=2 length=28", 4, "no multiple of 8"),
+    ("tp=2 cp=2 length=28", 4, "not a multiple of 8"),
     ("tp=2 sequence_parallel=false length=3", 4, ""),
 ]
 
