@@ -450,7 +450,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: QKClip([], threshold=0.0), "threshold = 0.0 must be more than 0"),
     (lambda: QKClip([AttentionLayer("a", 2), AttentionLayer("a", 2)]), "a: given twice"),
     (lambda: attention(2, thresholds=(1.0, 0.0)), "a: thresholds must be 2 numbers above 0"),
-    (lambda: attention(3, CLIPPED), "wq: 8 rows are no repeats of 4 rows for 3 heads"),
+    (lambda: attention(3, CLIPPED), "wq: 8 rows are not repeats of 4 rows for 3 heads"),
     (lambda: attention(2, ONE_HEAD), "w: the pattern has more than the 1 heads"),
     (lambda: attention(2).observe("b", torch.ones(2)), "'b' is none of the layers: a"),
     (lambda: attention(2).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),

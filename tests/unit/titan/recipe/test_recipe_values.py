@@ -180,7 +180,7 @@ LAYOUTS = [
     (
         "tp=4 length=14",
         4,
-        "parallelism.tensor_parallel_degree = 4 cannot cut training.seq_len = 14, which is no multip",
+        "parallelism.tensor_parallel_degree = 4 cannot cut training.seq_len = 14, which is not a multip",
     ),
     ("cp=2 length=12", 4, ""),
     ("cp=2 length=14", 4, "not a multiple of 4"),
