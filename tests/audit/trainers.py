@@ -125,7 +125,7 @@ class TinyMuon(Optimizer):
         lr, decay = group["lr"], group["weight_decay"]
         update = self.orthogonalized(self.direction(p, g + decay * p if self.bug == "coupled-decay" else g, group))
         rows, cols = update.shape
-        sizes = {"fan": max(1, cols / rows) ** 0.5}
+        sizes = {"fan": max(1, cols / rows) ** 0.5, "sign": -1.0}
         if self.bug == "shard-scale":
             sizes["shard-scale"] = 0.2 * max(rows // dist.get_world_size(), cols) ** 0.5
         factors = {"coupled-decay": 0, "decay": 0, "decay-twice": 2, "cautious": update * p > 0}
@@ -221,12 +221,15 @@ class Run:
         """Train, and call `before` and `after` each step with the model and the number of the step."""
         for step in range(first, first + steps):
             for k in range(passes):
+                if self.bug == "zeroed":
+                    model.zero_grad()
                 (model(batch(self.seed, step, 10 * self.rank + k)) / passes).backward()
             with torch.no_grad():
                 _ = before and before(model, step)
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
+                if self.bug != "kept":
+                    optimizer.zero_grad()
             with torch.no_grad():
                 _ = after and after(model, step)
 
@@ -675,6 +678,11 @@ KINDS = (
     Kind("decay twice", 1, "decay", plain, "decay-twice"),
     Kind("momentum forgotten", 1, "momentum", plain, "reset"),
     Kind("optimizer of a copy", 1, "nobody", of_a_copy),
+    Kind("zero_grad in each pass", 1, "zero_grad", partial(plain, passes=4), "zeroed"),
+    Kind("no zero_grad", 1, "zero_grad", plain, "kept"),
+    Kind("zero_grad in each pass, DDP", 2, "zero_grad", partial(ddp, passes=2), "zeroed"),
+    Kind("no zero_grad, DDP", 2, "zero_grad", ddp, "kept"),
+    Kind("flipped sign", 1, "sign", plain, "sign"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Judges a step of a parameter from weights and gradients, without knowledge of the optimizer's code.
+"""Judges the last step of a parameter from weights and gradients, without knowledge of the optimizer's code.
 
 Muon's step is `before - after = decay * before + U f(S) V'`, with `M = U S V'` a weighted sum of gradients. For D, the
 change without the decay, `D' M` and `D M'` are then symmetric. Antisymmetric parts are linear in the weights of the
@@ -7,7 +7,7 @@ D and of the best sum: a flat f is Newton-Schulz, and an f proportional to S is 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -18,18 +18,17 @@ from torch import Tensor
 FITS, DIFFERS, LINEAR, VARIANT = 0.05, 0.5, 0.1, 0.4
 """Misfit of an exact explanation, ratio of misfits that decides between two explanations, residual of SGD and Adam, and
 misfit up to which an update is a variant of Muon. docs/results/audit.md has the cases that set them."""
-PROBES, BLOCKS, MOMENTA = 32, (2, 3, 4, 8, 16), tuple(i / 100 for i in range(100))
-Split = tuple[int, int]
-WHOLE: Split = (1, 1)
+PROBES, MOMENTA, WHOLE = 32, (None, *(i / 100 for i in range(100))), (1, 1)
+HEADS = tuple(split for n in (2, 3, 4, 8, 16) for split in ((n, 1), (1, n)))
 
 
 @dataclass
 class Seen:
-    """A parameter on a rank.
+    """A parameter on a rank, with digests, hyperparameters and pieces of tensors by step.
 
-    Of each step `digests` has the weight before it, and at last the weight after the last step, `groups` the
-    hyperparameters, and `gradients` a digest. `begun`: all backward passes before its last step; `passes`: those of the
-    next step. `shards`: numbers of row and column blocks of the layout. `tensors`: pieces of a sampled parameter.
+    `digests` also has the weight after the last step. `begun`: all backward passes before the last step; `passes`:
+    those since. `shards`: numbers of row and column blocks of the layout. `resumed`: an optimizer had states before the
+    first step, and `age` is their number of steps. `tensors`: empty unless `sampled`.
     """
 
     name: str
@@ -41,17 +40,14 @@ class Seen:
     place: str = ""
     passes: int = 0
     begun: int = 0
-    shards: tuple[Split, ...] = ()
+    shards: tuple[tuple[int, int], ...] = ()
     undecided: str = ""
     resumed: bool = False
+    age: float = 0.0
     digests: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[Any, Tensor] = field(default_factory=dict)
-
-    @property
-    def group(self) -> Mapping[str, Any]:
-        return self.groups[-1] if self.groups else {}
 
     def stated(self, *keys: str, step: int = -1) -> float | None:
         """The first number that the group of a step has under one of the keys."""
@@ -65,28 +61,24 @@ class Seen:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whole float32 tensors on the CPU.
+    """Whole float32 matrices on the CPU. A step may orthogonalize a sum of `columns`: gradients, and last the weight.
 
-    `gradients` have the numbers of their steps, and before them the momentum at the first step has -1; `start` has
-    Adam's states at the first step. `partial`: of a resumed run whose momentum at the first step is not known.
+    `steps` has the numbers of the gradients' steps, and -1 for a momentum of `start`, the states before the first step.
+    `passes`: backward passes of the last step. `wrong`: faults of gradients, by code.
     """
 
     seen: Seen
-    before: Tensor
+    columns: Sequence[Tensor]
+    steps: Sequence[int]
     moved: Tensor
-    gradients: Sequence[tuple[int, Tensor]]
     start: Mapping[str, Tensor]
-    partial: bool
+    passes: int
+    wrong: Mapping[str, str]
 
     @property
-    def columns(self) -> list[Tensor]:
-        """Tensors whose sum a step may orthogonalize."""
-        return [*(gradient for _, gradient in self.gradients), self.before]
-
-    @property
-    def passes(self) -> int:
-        """The number of backward passes of the last step."""
-        return sum(step == len(self.seen.groups) - 1 for step, _ in self.gradients)
+    def before(self) -> Tensor:
+        """The weight before the step."""
+        return self.columns[-1]
 
 
 @dataclass(frozen=True)
@@ -103,24 +95,58 @@ class Verdict:
     decay: float = 0.0
     noise: float = 0.0
     scale: float = 0.0
-    blocks: Split = WHOLE
+    blocks: tuple[int, int] = WHOLE
     wrong: tuple[tuple[str, str], ...] = ()
     undecided: str = ""
     weights: Sequence[float] = ()
 
 
+def gather_evidence(seen: Seen, tensors: Mapping[Any, Tensor]) -> Evidence:
+    """The matrices of a parameter from its whole tensors.
+
+    Of a stack of matrices, the one with the largest last gradient stands for all. A convolution is one matrix.
+    """
+    if len(seen.shape) > 3:
+        tensors = {key: x.flatten(1) for key, x in tensors.items()}
+    if len(seen.shape) == 3:
+        newest = [x for key, x in tensors.items() if key[0] in ("gradient", "pass")] or [tensors["before"]]
+        index = int(newest[-1].flatten(1).norm(dim=1).argmax())
+        tensors = {key: x[index] for key, x in tensors.items()}
+    start, wrong = {key[1]: x for key, x in tensors.items() if key[0] == "start"}, dict[str, str]()
+    gradients = [(-1, x) for key, x in start.items() if "sq" not in key and x.any()][:1]
+    previous = torch.zeros_like(tensors["before"])
+    for step in range(len(seen.groups)):
+        passes = [x for key, x in tensors.items() if key[:2] == ("pass", step)]
+        total = tensors.get(("gradient", step))
+        if passes and total is not None:
+            together = torch.stack(passes).sum(0)
+            lost = f"the gradient has only the last of {len(passes)} backward passes"
+            sums = {"": together, lost: passes[-1], "the gradient has those of earlier steps, too": together + previous}
+            fits = {text: regress(total, [x]) for text, x in sums.items()}
+            # Clipping of the norm scales all passes. Clipping of values, or a hook, changes each element.
+            text = "" if fits[""][1] < 0.15 else min(fits, key=lambda text: fits[text][1])
+            (scale,), misfit = fits[text]
+            if text and misfit < FITS:
+                wrong["zero_grad"] = text
+            passes, previous = [total] if text or misfit > 0.15 else [x * scale for x in passes], total
+        gradients += [(step, x) for x in passes or ([] if total is None else [total])]
+    columns, steps = [*(x for _, x in gradients), tensors["before"]], [step for step, _ in gradients]
+    count = steps.count(len(seen.groups) - 1)
+    return Evidence(seen, columns, steps, tensors["before"] - tensors["after"], start, count, wrong)
+
+
 def judge(e: Evidence) -> Verdict:
     """The explanation of the last step."""
-    newest = e.gradients[-1][1] if e.gradients else torch.zeros_like(e.before)
     rounding = 0.3 * torch.finfo(e.seen.dtype).eps * float(e.before.norm() / e.moved.norm().clamp(min=1e-30))
+    newest = e.columns[-2] if e.steps else torch.zeros_like(e.before)
     if not e.moved.any():
         return Verdict("still")
-    if not all(bool(x.isfinite().all()) for x in (e.moved, *e.columns)):
+    if not all(x.isfinite().all() for x in (e.moved, *e.columns)):
         return Verdict("undecided", undecided="weights or gradients are not finite")
     if rounding > 0.5 or not newest.any():
         reason = "the step is smaller than the rounding of the weights" if rounding > 0.5 else "no gradient was seen"
         return Verdict("undecided", undecided=reason)
-    if (adam := _closest(e, _adam(e))).error < LINEAR + rounding:
+    if (adam := _regressed(e, *_adam(e))).error < LINEAR + rounding:
         return adam
     weights, error = regress(e.moved, e.columns)
     matrix = e.moved.ndim == 2 and min(e.moved.shape) > 1
@@ -128,7 +154,7 @@ def judge(e: Evidence) -> Verdict:
         sizes = torch.linalg.svdvals(newest) if matrix else torch.zeros(1)
         flat = "the gradient of the step has equal singular values, as after Newton-Schulz in a hook"
         even = float(sizes.median()) > 0.6 * float(sizes.max())
-        return Verdict("sgd", error, scale=max(map(abs, weights)), undecided=flat if even else "")
+        return Verdict("sgd", error, scale=max(weights[:-1], key=abs), undecided=flat if even else "")
     if not matrix:
         return Verdict("undecided", error, undecided="neither Adam nor SGD explains the step")
     return _muon(e, FITS + rounding)
@@ -136,17 +162,17 @@ def judge(e: Evidence) -> Verdict:
 
 def _muon(e: Evidence, fits: float) -> Verdict:
     (rows, cols), whole = e.before.shape, _products(e, WHOLE)
-    tried = [_fit(whole, claim) for claim in _claims(e)]
-    best = min((claim for claim in tried if not claim.wrong), key=lambda claim: claim.error)
-    splits = [*e.seen.shards, *((n, 1) for n in BLOCKS), *((1, n) for n in BLOCKS)]
-    splits = [(r, c) for r, c in splits if rows % r == cols % c == 0 and rows > r and cols > c]
-    in_blocks = (replace(_fit(_products(e, split), best), blocks=split) for split in splits if best.error > 0.3 * fits)
-    for other in (*sorted(tried, key=lambda claim: claim.error)[:1], *in_blocks):
-        if other.error < min(DIFFERS * best.error, 2 * fits):
-            best = other
-    direction = sum((weight * x for weight, x in zip(best.weights, e.columns, strict=True)), torch.zeros_like(e.before))
+    claims = sorted((_fitted(claim, whole) for claim in _claims(e)), key=lambda claim: claim.error)
+    best, tried = next(claim for claim in claims if not claim.wrong), claims[:1]
+    for split in (*e.seen.shards, *HEADS) if best.error > 0.3 * fits else ():
+        if rows % split[0] == cols % split[1] == 0 and rows > split[0] and cols > split[1]:
+            tried.append(replace(_fitted(best, _products(e, split)), blocks=split))
+    for other in tried:
+        best = other if other.error < min(DIFFERS * best.error, 2 * fits) else best
+    direction = _sum(e, best.weights)
     if best.error > 0.3 * fits and e.passes > 1 and min(rows, cols) <= 2048:
-        once, each = (_closest(e, updates) for updates in ([(best, _newton_schulz(direction))], _each_pass(e)))
+        once = _regressed(e, best, _newton_schulz(direction))
+        each = min((_regressed(e, *update) for update in _each_pass(e)), key=lambda claim: claim.error)
         if each.error < DIFFERS * once.error:
             return replace(each, scale=each.scale * e.passes)
     scale, bent, twice = _spectral(e.moved - best.decay * e.before, direction, best.blocks)
@@ -158,72 +184,80 @@ def _muon(e: Evidence, fits: float) -> Verdict:
         wrong += (("twice", "Newton-Schulz ran twice, or with twice the steps"),)
     if best.blocks in e.seen.shards:
         wrong += (("per-shard", f"Newton-Schulz ran on each of {math.prod(best.blocks)} shards, not on the matrix"),)
-    return replace(best, error=error, scale=scale, wrong=wrong)
+    return replace(best, error=error, scale=scale, wrong=wrong, noise=best.noise / (PROBES * (rows + cols)) ** 0.5)
 
 
 def _claims(e: Evidence) -> Iterator[Verdict]:
     """Sums by the hyperparameters that groups state, or by any where they state none, with one fault or without."""
-    stated, said = e.seen.momentum(), e.seen.group.get("nesterov")
-    decay, kinds = e.seen.stated("weight_decay") or 0.0, {"": "", "average": ""}
-    if decay:
+    stated, said = e.seen.momentum(), e.seen.groups[-1].get("nesterov")
+    # Without the momentum before the first step of a resumed run, a fault would only be the best of wrong sums.
+    faults, kinds = 0 if e.seen.resumed and e.steps[0] >= 0 else 1, {"": "", "average": ""}
+    if e.seen.stated("weight_decay"):
         kinds["coupled-decay"] = "weight decay is added to the gradient before Newton-Schulz"
     if e.passes > 1:
         kinds["micro-momentum"] = f"momentum advances in each of {e.passes} backward passes of a step"
-    for value, nesterov, (kind, text) in product((None, *MOMENTA), (True, False), kinds.items()):
+    for value, nesterov, (kind, text) in product(MOMENTA, (True, False), kinds.items()):
         momentum = stated if value is None else value
         other = stated not in (None, momentum) and f"momentum is {value}, and the group says {stated:g}"
         turned = said not in (None, nesterov) and not text and f"nesterov is {nesterov}, and the group says {said}"
         wrong = [(code, why) for code, why in ((kind, text), ("momentum", other), ("nesterov", turned)) if why]
-        if len(wrong) < 2 - e.partial:
+        if len(wrong) <= faults:
             weights = _weights(e, value, nesterov, kind)
-            own = decay * sum(weights) / max(1, e.passes) if kind == "coupled-decay" else 0.0
-            yield Verdict("muon", 0.0, momentum, nesterov, wrong=tuple(wrong), weights=(*weights, own))
+            yield Verdict("muon", 0.0, momentum, nesterov, wrong=tuple(wrong), weights=weights)
 
 
 def _weights(e: Evidence, momentum: float | None, nesterov: bool, kind: str = "") -> list[float]:
-    """Weights of the gradients in the direction of the last step. `momentum`: in place of those that the groups state.
+    """Weights of the columns in the direction of the last step. `momentum`: in place of those that the groups state.
 
     Of `kind` "average", momentum gives gradients the weight 1 - momentum. "micro-momentum" advances in each pass.
     """
-    steps = [step for step, _ in e.gradients]
-    momenta = [(e.seen.momentum(max(0, step)) or 0.0) if momentum is None else momentum for step in steps]
-    own = [1 - m if kind == "average" and step >= 0 else 1.0 for m, step in zip(momenta, steps, strict=True)]
-    turns = list(range(len(steps))) if kind == "micro-momentum" else steps
-    fades = [m if turn != last else 1.0 for m, turn, last in zip(momenta, turns, [None, *turns], strict=False)]
-    sums = [x * math.prod(fades[i + 1 :]) for i, x in enumerate(own)]
-    newest = [x * (turn == turns[-1]) for x, turn in zip(own, turns, strict=True)]
-    return [momenta[-1] * s + x for s, x in zip(sums, newest, strict=True)] if nesterov else sums
+    buffer, newest, turn, m = [0.0] * len(e.columns), [0.0] * len(e.columns), None, 0.0
+    for i, step in enumerate(e.steps):
+        m = (e.seen.momentum(max(0, step)) or 0.0) if momentum is None else momentum
+        if step != turn or kind == "micro-momentum":
+            buffer, newest, turn = [m * x for x in buffer], [0.0] * len(buffer), step
+        buffer[i] = newest[i] = 1 - m if kind == "average" and step >= 0 else 1.0
+    total = [m * x + y for x, y in zip(buffer, newest, strict=True)] if nesterov else buffer
+    if kind == "coupled-decay":
+        total[-1] = (e.seen.stated("weight_decay") or 0.0) * sum(total) / max(1, e.passes)
+    return total
 
 
-def _fit(products: Sequence[Tensor], claim: Verdict) -> Verdict:
+def _sum(e: Evidence, weights: Sequence[float]) -> Tensor:
+    return torch.stack([weight * x for weight, x in zip(weights, e.columns, strict=True) if weight]).sum(0)
+
+
+def _fitted(claim: Verdict, products: Sequence[Tensor]) -> Verdict:
     """The claim with the decay of the smallest misfit, and with its relative antisymmetric part as the error."""
-    moved, own, even = (torch.tensor(claim.weights, dtype=torch.float64, device="cpu") @ x for x in products)
-    size = float(own.norm()) + 1e-150
-    decay = 0.0 if claim.weights[-1] else float(moved @ own) / size**2
-    odd = float((moved - decay * own).norm())
-    error = odd / (math.hypot(odd, float(even.norm())) + 1e-150)
-    return replace(claim, error=error, decay=decay, noise=odd / size / len(own) ** 0.5)
+    weights = torch.tensor(claim.weights, dtype=torch.float64, device="cpu")
+    moved, both, own, even = (float(weights @ x @ weights) for x in products)
+    decay = 0.0 if claim.weights[-1] else both / max(own, 1e-300)
+    odd = max(0.0, moved - decay * both)
+    return replace(
+        claim, error=(odd / max(odd + even, 1e-300)) ** 0.5, decay=decay, noise=(odd / max(own, 1e-300)) ** 0.5
+    )
 
 
-def _products(e: Evidence, split: Split) -> list[Tensor]:
-    """`x' m - m' x` and `x m' - m x'` for x the change and the weight, and the sums for the change, of each column m.
+def _products(e: Evidence, split: tuple[int, int]) -> list[Tensor]:
+    """Inner products between columns m of `x' m - m' x` and `x m' - m x'`, times random vectors.
 
-    They are times random vectors, a row for each column.
+    They are those of the change with itself, with the weight, of the weight with itself, and of sums for the change.
     """
 
-    def product_of(x: Tensor, m: Tensor, sign: int) -> Tensor:
-        draw, parts = torch.Generator().manual_seed(0), list[Tensor]()
-        for a, b in zip(_blocks(x, split), _blocks(m, split), strict=True):
-            for y, z in ((a, b), (a.T, b.T)):
-                probe = torch.randn(y.shape[1], min(PROBES, y.shape[1]), generator=draw, device="cpu", dtype=y.dtype)
-                parts.append((y.T @ (z @ probe) + sign * z.T @ (y @ probe)).flatten())
-        return torch.cat(parts).double()
+    def rows_of(x: Tensor, sign: int) -> Iterator[Tensor]:
+        for m in e.columns:
+            draw, parts = torch.Generator().manual_seed(0), list[Tensor]()
+            for a, b in zip(_blocks(x, split), _blocks(m, split), strict=True):
+                for y, z in ((a, b), (a.T, b.T)):
+                    probe = torch.randn(y.shape[1], min(PROBES, y.shape[1]), generator=draw, device="cpu")
+                    parts.append((y.T @ (z @ probe) + sign * z.T @ (y @ probe)).flatten())
+            yield torch.cat(parts).double()
 
-    pairs = (e.moved, -1), (e.before, -1), (e.moved, 1)
-    return [torch.stack([product_of(x, m, sign) for m in e.columns]) for x, sign in pairs]
+    moved, own, even = (torch.stack([*rows_of(*x)]) for x in ((e.moved, -1), (e.before, -1), (e.moved, 1)))
+    return [moved @ moved.T, moved @ own.T, own @ own.T, even @ even.T]
 
 
-def _blocks(x: Tensor, split: Split) -> list[Tensor]:
+def _blocks(x: Tensor, split: tuple[int, int]) -> list[Tensor]:
     return [block for row in x.chunk(split[0], 0) for block in row.chunk(split[1], 1)]
 
 
@@ -238,7 +272,7 @@ def _newton_schulz(x: Tensor) -> Tensor:
     return x
 
 
-def _spectral(update: Tensor, direction: Tensor, split: Split) -> tuple[float, float, bool]:
+def _spectral(update: Tensor, direction: Tensor, split: tuple[int, int]) -> tuple[float, float, bool]:
     """Scale of an update, the misfit of its singular values, and whether Newton-Schulz ran twice on the direction."""
     found, given = ([torch.linalg.svdvals(x).double() for x in _blocks(y, split)] for y in (update, direction))
     once = [_newton_schulz(s) for s in given]
@@ -264,26 +298,23 @@ def regress(y: Tensor, columns: Sequence[Tensor]) -> tuple[list[float], float]:
     return (solution[:, 0] / sizes).tolist(), float(error)
 
 
-def _closest(e: Evidence, updates: Iterable[tuple[Verdict, Tensor]]) -> Verdict:
-    """The verdict whose update explains the step best, with decay, scale and error."""
-    best = Verdict("undecided", 1.0)
-    for verdict, update in updates:
-        (decay, scale), error = regress(e.moved, [e.before, update])
-        if error < best.error:
-            best = replace(verdict, error=error, decay=decay, scale=scale)
-    return best
+def _regressed(e: Evidence, verdict: Verdict, update: Tensor) -> Verdict:
+    """The verdict with the decay, scale and error of an update."""
+    (decay, scale), error = regress(e.moved, [e.before, update])
+    return replace(verdict, error=error, decay=decay, scale=scale)
 
 
-def _adam(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
+def _adam(e: Evidence) -> tuple[Verdict, Tensor]:
     """The update of AdamW, with the stated betas or torch's."""
-    (b1, b2), steps = e.seen.group.get("betas", (0.9, 0.999)), len(e.seen.groups)
+    (b1, b2), steps = e.seen.groups[-1].get("betas", (0.9, 0.999)), len(e.seen.groups)
     mean, square = (e.start.get(name, torch.zeros_like(e.before)) for name in ("exp_avg", "exp_avg_sq"))
     for i in range(steps):
-        gradient = sum((g for step, g in e.gradients if step == i), torch.zeros_like(e.before))
+        gradient = sum(
+            (x for x, step in zip(e.columns, e.steps, strict=False) if step == i), torch.zeros_like(e.before)
+        )
         mean, square = b1 * mean + (1 - b1) * gradient, b2 * square + (1 - b2) * gradient**2
-    age = steps + float(e.start["step"].max() if "step" in e.start else 0)
-    root = (square / (1 - b2**age)).sqrt() + float(e.seen.group.get("eps", 1e-8))
-    yield Verdict("adam", momentum=b1), mean / (1 - b1**age) / root
+    root = (square / (1 - b2 ** (steps + e.seen.age))).sqrt() + float(e.seen.groups[-1].get("eps", 1e-8))
+    return Verdict("adam", momentum=b1), mean / (1 - b1 ** (steps + e.seen.age)) / root
 
 
 def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
@@ -292,9 +323,7 @@ def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
     stated = e.seen.momentum()
     for m, nesterov in product((0.0, 0.95 if stated is None else stated), (False, True)):
         total = torch.zeros_like(e.before)
-        for count in range(len(e.gradients) - e.passes + 1, len(e.gradients) + 1):
-            then = replace(e, gradients=e.gradients[:count])
-            weights = _weights(then, m, nesterov, "micro-momentum")
-            parts = [weight * x for weight, x in zip(weights, then.columns, strict=False)]
-            total += _newton_schulz(torch.stack(parts).sum(0))
+        for count in range(len(e.steps) - e.passes + 1, len(e.steps) + 1):
+            weights = _weights(replace(e, steps=e.steps[:count]), m, nesterov, "micro-momentum")
+            total += _newton_schulz(_sum(e, weights))
         yield Verdict("muon", momentum=m, nesterov=nesterov, wrong=(("per-micro-batch", text),)), total

@@ -4,7 +4,7 @@ import fnmatch
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,8 @@ REMEDIES: Mapping[str, str] = {
     "twice": "orthogonalize once, with the intended number of steps",
     "scale": "take rows and columns of the whole matrix, as nn.Linear stores it: (out, in)",
     "embedding": "give embeddings and output heads to AdamW",
+    "sign": "subtract the update; state maximize, if the gradient is to be followed",
+    "zero_grad": "call zero_grad once, after the step; allow this code for steps that drop a pass on purpose",
     "still": "look for a skipped step, and for an update of a copy that is not written back",
     "nobody": "give the parameter to an optimizer, or set requires_grad to False",
     "replicas": "reduce gradients before the step, and start all ranks from equal weights",
@@ -36,12 +38,13 @@ REMEDIES: Mapping[str, str] = {
 """The codes of findings, with remedies."""
 EMBEDDING = re.compile(r"(^|\.)(wte|wpe|\w*embed\w*|lm_head|head|output|unembed\w*|classifier|score)\.weight$")
 SMALL = re.compile(r"router|(^|\.)gate\.weight|norm")
-RULES: Mapping[str, Callable[[float, float], float]] = {
+RULES = {
     "1": lambda m, n: 1.0,
     "sqrt(max(1, m/n))": lambda m, n: max(1.0, m / n) ** 0.5,
     "0.2 sqrt(max(m, n))": lambda m, n: 0.2 * max(m, n) ** 0.5,
     "sqrt(m/n)": lambda m, n: (m / n) ** 0.5,
 }
+SGD = "the step is a sum of gradients: Newton-Schulz never ran"
 APART = "other values on each rank from the start: pieces of one matrix, or replicas with other gradients"
 Table = dict[str, dict[str, Digest]]
 """Digests by name of a parameter and key of a state, or "weight"."""
@@ -83,8 +86,7 @@ class Report:
         lines = ["".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip() for row in rows]
         lines += [f"undecided: {names}: {reason}" for names, reason in self.undecided]
         count = sum(not f.allowed for f in self.findings)
-        last = f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"
-        return "\n".join([*lines, *map(str, self.findings), last])
+        return "\n".join([*lines, *map(str, self.findings), f"{count} findings, audited in {self.seconds:.1f} s"])
 
 
 def role_of(name: str) -> str:
@@ -95,16 +97,12 @@ def role_of(name: str) -> str:
 def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verdict], found: Found,
              allow: Iterable[str], seconds: float) -> Report:  # fmt: skip
     """The report from the observations of all ranks, the verdicts on sampled parameters, and findings so far."""
-    parts = defaultdict[str, dict[int, Seen]](dict)
-    for rank, name, s in ((i, name, s) for i, part in enumerate(everyone) for name, s in part.items()):
-        parts[name][rank] = s
-    used = [
-        name
-        for name, own in parts.items()
-        if any(s.optimizer or s.undecided or any(s.gradients) or len(set(s.digests)) > 1 for s in own.values())
-    ]
-    seen = {name: next(iter(parts[name].values())) for name in used}
-    equal = [name for name in seen if _compare_ranks(name, parts[name], found)]
+    seen, equal = dict[str, Seen](), list[str]()
+    for name in dict.fromkeys(name for part in everyone for name in part):
+        own = {rank: part[name] for rank, part in enumerate(everyone) if name in part}
+        if any(s.optimizer or s.undecided or any(s.gradients) or len(set(s.digests)) > 1 for s in own.values()):
+            seen[name] = next(iter(own.values()))
+            equal += [name] * _compare_ranks(name, own, found)
     for code, text in list(found):
         # Each rank trains a model of its own.
         if code == "replicas" and ("", APART) in found and not equal:
@@ -118,18 +116,17 @@ def conclude(everyone: Sequence[Mapping[str, Seen]], verdicts: Mapping[str, Verd
     for name in (*judged, *seen):
         v = judged[name][1] if name in judged else Verdict("not sampled")
         rows.setdefault(roles[name], _row(seen[name], v, counts[roles[name]], rules.get(name, "")))
-
-    def names_of(names: Sequence[str]) -> str:
+    findings, undecided = list[Finding](), list[tuple[str, str]]()
+    for (code, evidence), names in found.items():
         sizes = {name: counts[roles[name]] if name in roles else 1 for name in names}
         listed = list(dict.fromkeys(f"{role_of(name)} ({n})" if n > 1 else name for name, n in sizes.items()))
-        return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
-
-    def allowed(code: str, names: Sequence[str]) -> bool:
+        text = ", ".join(listed[:4]) + (f" and {len(listed) - 4} more roles" if len(listed) > 4 else "")
         patterns = [a.partition(":")[2] or "*" for a in allow if a.partition(":")[0] == code]
-        return any(all(fnmatch.fnmatch(n, p) for n in names) for p in patterns)
-
-    findings = [Finding(c, names_of(names), e, allowed(c, names)) for (c, e), names in found.items() if c]
-    undecided = [(names_of(names), evidence) for (code, evidence), names in found.items() if not code]
+        allowed = any(all(fnmatch.fnmatch(name, pattern) for name in names) for pattern in patterns)
+        if code:
+            findings.append(Finding(code, text, evidence, allowed))
+        else:
+            undecided.append((text, evidence))
     return Report(tuple(findings), tuple(undecided), tuple(rows[role] for role in counts), seconds)
 
 
@@ -155,82 +152,78 @@ def _compare_ranks(name: str, parts: Mapping[int, Seen], found: Found) -> bool:
     if s.undecided:
         found["", s.undecided].append(name)
     moved = len(s.digests) < 2 or any(len(set(part.digests)) > 1 for part in parts.values())
-    if any(any(part.gradients) for part in parts.values()) and not moved:
+    if not moved and any(any(part.gradients) for part in parts.values()):
         excused = s.stated("lr") == 0 or (s.dtype != torch.float32 and len(s.shape) < 2)
         code = "" if excused else "still" if s.optimizer else "nobody"
         found[code, "has a gradient and does not move"].append(name)
     for place in dict.fromkeys(part.place for part in parts.values()):
         held = {rank: part for rank, part in parts.items() if part.place == place and part.digests}
-        digests = [part.digests for part in held.values()]
-        steps = [*zip(*digests, strict=False), tuple(own[-1] for own in digests)]
         gradients = list(zip(*(part.gradients for part in held.values()), strict=False))
-        step, values = next(((i, v) for i, v in enumerate(steps, start=1) if len(set(v)) > 1), (0, ()))
-        reduced = any(map(any, gradients)) and all(len(set(g)) == 1 for g in gradients)
-        odd = [str(r) for r, value in zip(held, values, strict=False) if value != max(values, key=values.count)]
-        if step:
-            text = f"rank {', '.join(odd)} has other values before step {step}"
-            found[("", APART) if step == 1 and not reduced else ("replicas", text)].append(name)
-            return False
+        reduced = any(map(any, gradients)) and all(len(set(values)) == 1 for values in gradients)
+        digests = [part.digests for part in held.values()]
+        for step, values in enumerate((*zip(*digests, strict=False), [own[-1] for own in digests]), start=1):
+            odd = [str(r) for r, value in zip(held, values, strict=True) if value != max(values, key=values.count)]
+            if odd:
+                text = f"rank {', '.join(odd)} has other values before step {step}"
+                found[("", APART) if step == 1 and not reduced else ("replicas", text)].append(name)
+                return False
     return moved
 
 
 def _check_kinds(seen: Mapping[str, Seen], judged: Mapping[str, tuple[Seen, Verdict]], found: Found) -> None:
     """Find updates of another kind than the optimizer says."""
 
-    def is_muon(s: Seen) -> bool:
-        return "muon" in s.optimizer.lower() or "ns_steps" in s.group
-
-    def is_embedding(s: Seen) -> bool:
-        return s.module == "Embedding" or bool(EMBEDDING.search(s.name))
-
-    def is_hidden(s: Seen) -> bool:
-        matrix = len(s.shape) > 1 and min(s.shape[-2:]) > 1
-        return matrix and not is_embedding(s) and not SMALL.search(s.name)
-
-    asked = any(is_muon(s) or "use_muon" in s.group for s in seen.values())
+    groups = {name: s.groups[-1] if s.groups else {} for name, s in seen.items()}
+    muons = [name for name, s in seen.items() if "muon" in s.optimizer.lower() or "ns_steps" in groups[name]]
+    embeddings = [name for name, s in seen.items() if s.module == "Embedding" or EMBEDDING.search(name)]
+    matrices = [name for name, s in seen.items() if len(s.shape) > 1 and min(s.shape[-2:]) > 1]
+    hidden = [name for name in matrices if name not in embeddings and not SMALL.search(name)]
+    asked = muons or any("use_muon" in group for group in groups.values())
     none = asked and not any(v.kind == "muon" for _, v in judged.values())
-    if none and not any(map(is_hidden, seen.values())):
+    if none and not hidden:
         found["inactive", "Muon sees no matrix, only flat or one-dimensional parameters"] += list(seen)
-    whole = {s.optimizer for s, v in judged.values() if v.kind == "muon" and v.blocks == WHOLE}
+    whole = [s.optimizer for s, v in judged.values() if v.kind == "muon" and v.blocks == WHOLE]
     for name, (s, v) in judged.items():
-        wanted = is_hidden(s) and (none or bool(s.group.get("use_muon", is_muon(s))))
-        lr, decay = s.stated("lr") or 1.0, s.stated("weight_decay") or 0.0
-        room = 0.1 * lr * decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
         for code, text in v.wrong:
             found[code if code != "per-shard" or s.optimizer not in whole else "", text].append(name)
-        if v.undecided:
-            found["", v.undecided].append(name)
-        elif v.kind == "adam" and wanted:
-            found["inactive", "Adam trains it in place of Muon"].append(name)
-        elif v.kind == "sgd" and wanted and s.optimizer != "SGD":
-            found["sgd", "the step is a sum of gradients: Newton-Schulz never ran"].append(name)
-        elif v.kind == "muon" and v.error > 2 * FITS:
-            found["", f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})"].append(name)
-        elif v.kind == "muon" and is_embedding(s):
-            found["embedding", "an embedding or output head is orthogonalized"].append(name)
-        elif v.kind == "muon" and not v.wrong and min(abs(v.decay - lr * decay), abs(v.decay - decay)) > room:
-            # Cautious decay, averages of weights and changes after the step have other factors.
-            code = "decay" if decay and min(abs(v.decay), abs(v.decay - 2 * lr * decay)) < room else ""
-            found[code, f"the group says weight_decay {decay:g}, and it is {v.decay / lr:.2g}"].append(name)
+        wanted = name in hidden and (none or groups[name].get("use_muon", name in muons))
+        lr, decay, muon = s.stated("lr") or 1.0, s.stated("weight_decay") or 0.0, v.kind == "muon"
+        room = 0.1 * lr * decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
+        other = not v.wrong and min(abs(v.decay - lr * decay), abs(v.decay - decay)) > room
+        # Cautious decay, averages of weights and changes after the step have other factors than none and twice.
+        usual = "decay" if decay and min(abs(v.decay), abs(v.decay - 2 * lr * decay)) < room else ""
+        facts = (
+            (v.undecided, "", v.undecided),
+            (v.scale < 0 and not groups[name].get("maximize"), "sign", "the weight follows the gradient"),
+            (wanted and v.kind == "adam", "inactive", "Adam trains it in place of Muon"),
+            (wanted and v.kind == "sgd" and s.optimizer != "SGD", "sgd", SGD),
+            (
+                muon and v.error > 2 * FITS,
+                "",
+                f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})",
+            ),
+            (muon and name in embeddings, "embedding", "an embedding or output head is orthogonalized"),
+            (muon and other, usual, f"the group says weight_decay {decay:g}, and it is {v.decay / lr:.2g}"),
+        )
+        for _, code, text in [fact for fact in facts if fact[0]][:1]:
+            found[code, text].append(name)
 
 
 def _check_sizes(judged: Mapping[str, tuple[Seen, Verdict]], found: Found) -> dict[str, str]:
     """Rules of the update's size by name. Find those of a shard, or of exchanged rows and columns."""
-    members, rules = defaultdict[str, list[tuple[Seen, Verdict]]](list), dict[str, str]()
-    for s, v in judged.values():
-        if v.kind == "muon" and v.error < 2 * FITS and not v.wrong and v.blocks == WHOLE and len(s.shape) == 2:
-            members[s.optimizer].append((s, v))
-    for own in members.values():
+    rules = dict[str, str]()
+    whole = [(s, v) for s, v in judged.values() if v.kind == "muon" and not v.wrong and v.blocks == WHOLE]
+    exact = [(s, v.scale / (s.stated("lr") or 1.0)) for s, v in whole if v.error < 2 * FITS and len(s.shape) == 2]
+    for optimizer in dict.fromkeys(s.optimizer for s, _ in exact):
+        own = {s.name: (s, scale) for s, scale in exact if s.optimizer == optimizer}
         views: dict[str, Any] = {"": lambda m, n: (m, n), "exchanged rows and columns": lambda m, n: (n, m)}
-        for r, c in own[0][0].shards:
+        for r, c in next(iter(own.values()))[0].shards:
             views[f"one of {r} x {c} shards"] = lambda m, n, r=r, c=c: (m / r, n / c)
         for (view, sides), (rule, size) in product(views.items(), RULES.items()):
-            ratios = [v.scale / (s.stated("lr") or 1.0) / size(*sides(*s.shape)) for s, v in own]
-            if all(abs(ratio - 1) < 0.08 for ratio in ratios):
-                names = [s.name for s, _ in own]
-                rules |= dict.fromkeys(names, "" if view else rule)
+            if all(abs(scale / size(*sides(*s.shape)) - 1) < 0.08 for s, scale in own.values()):
+                rules |= dict.fromkeys(own, "" if view else rule)
                 if view:
-                    found["scale", f"the size of the update is that of {view}"] += names
+                    found["scale", f"the size of the update is that of {view}"] += list(own)
                 break
     return rules
 

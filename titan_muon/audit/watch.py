@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .judge import Evidence, Seen, Verdict, judge, regress
+from .judge import Seen, Verdict, gather_evidence, judge
 from .ranks import Meeting, digest, held, local, rank_and_size, whole
 from .report import Report, Table, conclude, differences, role_of
 
@@ -46,7 +46,6 @@ class Audit:
         self._loaded = list[Path]()
         # Seconds, all backward passes, those before the last step, and steps with a backward pass.
         self._seconds, self._passes, self._begun, self._rounds = 0.0, 0, 0, 0
-        self._fired, self._first = False, cast(Optimizer | None, None)
         self._stepped: dict[Optimizer, bool] = {}
         self._seen: dict[Tensor, Seen] = {}
         self._known = set[Any]()
@@ -57,6 +56,7 @@ class Audit:
         # Not removed by itself, because a step may have more hooks to call.
         self._saves.callback(register_optimizer_step_pre_hook(self._before).remove)
         _follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
+        _follow(self._hooks, torch.autograd, "backward", self._count)
         _follow(self._hooks, dist, "destroy_process_group", lambda *_, **__: self.finish(), first=True)
         for module in (torch, dcp):
             _follow(self._hooks, module, "load", lambda *args, **named: self._loaded.extend(_paths(args, named)))
@@ -99,9 +99,11 @@ class Audit:
                 self._hooks.callback(hook(lambda x: self._keep(seen, x)).remove)
         self._known |= {name, role} if seen.sampled else {name}
 
+    def _count(self, *_: Any, **__: Any) -> None:
+        self._passes += 1
+
     def _keep(self, seen: Seen, x: Tensor) -> None:
         """Record the gradient of a backward pass; the last record has the sum of all later passes."""
-        self._passes, self._fired = self._passes + 1, True
         gradient = x.grad if x in self._seen else x
         if gradient is not None and not gradient.is_sparse:
             step, piece = len(seen.groups), local(gradient).float().clone()
@@ -121,9 +123,8 @@ class Audit:
             gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
             self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
         for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
-                self._watch(p, name)
+            for i, p in enumerate(group["params"]):
+                self._watch(p, f"group{number}.{i}")
                 if p in self._seen:
                     self._seen[p].optimizer = type(optimizer).__name__
 
@@ -151,28 +152,34 @@ class Audit:
         steps once for each group, and get_optimizer_state_dict with a rate of 0, to make states.
         """
         begin, others = time.perf_counter(), dict[Tensor, Any]()
-        self._first = self._first or optimizer
-        if not self._fired and optimizer is self._first and any(g.get("lr", 1.0) for g in optimizer.param_groups):
-            self._passes += 1  # Before hooks were there.
         if self._passes > self._begun:
             self._begun, self._rounds = self._passes, self._rounds + 1
             begun = [len(seen.groups) for seen in self._seen.values() if seen.groups]
             if self._rounds > 2 * self.steps or (begun and min(begun) == self.steps):
-                self.finish()
-            elif self._loaded:
+                return self.finish()
+            if self._loaded:
                 self._table = self._table or self._digests()
             taken = {p for o in self._stepped for p, _ in _rows(o)}
             others = {p: optimizer.param_groups[0] for p in self._seen if p not in taken}
+        resumed = any(any(o.state.values()) for o in self._stepped)
         self._stepped[optimizer] = True
         for p, group in [*_rows(optimizer), *others.items()]:
-            if (seen := self._seen.get(p)) is not None and self.report is None:
-                new = self._passes > seen.begun
-                if new and self._weigh(p, seen) and len(seen.groups) < self.steps:
-                    self._begin(p, seen)
-                if seen.groups and self._passes == seen.begun:
-                    self._describe(p, seen, optimizer, group)
-                    seen.optimizer = "" if p in others else type(optimizer).__name__
+            if (seen := self._seen.get(p)) is None:
+                continue
+            if self._passes > seen.begun and self._weigh(p, seen) and len(seen.groups) < self.steps:
+                self._begin(p, seen)
+                seen.resumed |= resumed and len(seen.groups) == 1
+            if seen.groups and self._passes == seen.begun:
+                # The innermost optimizer comes last.
+                values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+                seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
+                seen.optimizer = "" if p in others else type(optimizer).__name__
+                states = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
+                seen.age = float(states.get("step", seen.age))
+                tensors = {k: v for k, v in states.items() if isinstance(v, Tensor) and v.shape == p.shape}
+                seen.tensors |= {("start", k): local(v).float().clone() for k, v in tensors.items()}
         self._seconds += time.perf_counter() - begin
+        return None
 
     def _weigh(self, p: Tensor, seen: Seen) -> bool:
         """Record a weight, once before each step. False if this rank has no known piece of it."""
@@ -195,20 +202,10 @@ class Audit:
         seen.gradients.append(found.form if found else math.nan if seen.passes else 0.0)
         if seen.sampled and gradient is not None:
             seen.tensors["gradient", len(seen.groups)] = gradient.float().clone()
-        seen.resumed |= not seen.groups and any(any(o.state.values()) for o in self._stepped)
         sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
         seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
         seen.passes, seen.begun = 0, self._passes
         seen.groups.append({})
-
-    def _describe(self, p: Tensor, seen: Seen, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-        """Record the hyperparameters of a step, and the states before the first one."""
-        values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-        seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
-        states = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
-        for key, state in states.items():
-            if isinstance(state, Tensor) and (state.shape == p.shape or key == "step"):
-                seen.tensors["start", key] = local(state).float().clone()
 
     @torch.no_grad()
     def _digests(self) -> Table:
@@ -244,8 +241,15 @@ class Audit:
         for index, name in enumerate(sorted({name for part in everyone for name, s in part.items() if s.sampled})):
             # One matrix after the other, and each on one rank.
             pieces = [piece for piece in meeting.gather(mine.pop(name, None), index % meeting.size) if piece]
-            if pieces and (evidence := _evidence(pieces[0][1], pieces)) is not None:
-                verdicts[name] = judge(evidence)
+            tensors = dict[Any, Tensor]()
+            for key in pieces[0][1].tensors if pieces else ():
+                fits = all(key in s.tensors and s.tensors[key].shape == tuple(map(len, dims)) for dims, s in pieces)
+                full = whole(pieces[0][1].shape, [(dims, s.tensors[key]) for dims, s in pieces]) if fits else None
+                tensors |= {} if full is None else {key: full}
+            if {"before", "after"} <= tensors.keys():
+                evidence = gather_evidence(pieces[0][1], tensors)
+                verdict = judge(evidence)
+                verdicts[name] = replace(verdict, wrong=(*evidence.wrong.items(), *verdict.wrong))
         parts = meeting.gather((verdicts, self._table, self._loaded))
         found = differences(parts[0][2], [table for _, table, _ in parts])
         if missing:
@@ -284,36 +288,3 @@ def _paths(words: Sequence[Any], names: Mapping[str, Any]) -> list[Path]:
 
 def _rows(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(p, group) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _evidence(seen: Seen, pieces: Sequence[tuple[Sequence[Tensor], Seen]]) -> Evidence | None:
-    """Whole matrices from the pieces of all ranks; None where a piece is missing.
-
-    Of a stack of matrices, the one with the largest last gradient stands for all. A convolution is one matrix.
-    """
-    tensors = dict[Any, Tensor]()
-    for key in seen.tensors:
-        fits = all(key in s.tensors and s.tensors[key].shape == tuple(map(len, dims)) for dims, s in pieces)
-        full = whole(seen.shape, [(dims, s.tensors[key]) for dims, s in pieces]) if fits else None
-        if full is not None:
-            tensors[key] = full.flatten(1) if full.ndim > 3 else full
-    if not {"before", "after"} <= tensors.keys():
-        return None
-    if len(seen.shape) == 3:
-        last = [x for key, x in tensors.items() if key[0] in ("gradient", "pass")][-1:]
-        index = int(last[0].flatten(1).norm(dim=1).argmax()) if last else 0
-        tensors = {key: x[index] for key, x in tensors.items()}
-    start = {k[1]: x for k, x in (seen.tensors | tensors).items() if k[0] == "start"}
-    momenta = [x for k, x in start.items() if "sq" not in k and x.shape == tensors["before"].shape]
-    gradients = [(-1, x) for x in momenta[:1] if x.any()]
-    for step in range(len(seen.groups)):
-        passes = [x for key, x in tensors.items() if key[:2] == ("pass", step)]
-        total = [x for key, x in tensors.items() if key == ("gradient", step)]
-        if passes and total:
-            # Clipping of the norm scales all passes. Clipping of values, or a hook, changes each element.
-            (scale,), misfit = regress(total[0], [torch.stack(passes).sum(0)])
-            passes = [x * scale for x in passes] if misfit < 0.15 else total
-        gradients += [(step, x) for x in passes or total]
-    return Evidence(
-        seen, tensors["before"], tensors["before"] - tensors["after"], gradients, start, seen.resumed and not momenta
-    )
