@@ -76,8 +76,8 @@ def batch(seed: int, step: int, place: int = 0) -> Tensor:
     return (start + torch.arange(9) * 3 + noise) % VOCABULARY
 
 
-def newton_schulz(matrix: Tensor, times: int = 1) -> Tensor:
-    x = matrix.bfloat16()
+def newton_schulz(matrix: Tensor, times: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    x = matrix.to(dtype)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     for _ in range(times):

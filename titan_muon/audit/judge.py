@@ -18,6 +18,7 @@ from torch import Tensor
 FITS, DIFFERS, LINEAR, VARIANT = 0.05, 0.5, 0.1, 0.4
 """Misfit of an exact explanation, ratio of misfits that decides between two explanations, residual of SGD and Adam, and
 misfit up to which an update is a variant of Muon. docs/results/audit.md has the cases that set them."""
+MOMENTUM = "momentum", "mu", "momentum_beta", "muon_momentum", "beta"
 PROBES, MOMENTA, WHOLE = 32, (None, *(i / 100 for i in range(100))), (1, 1)
 HEADS = tuple(split for n in (2, 3, 4, 8, 16) for split in ((n, 1), (1, n)))
 
@@ -28,7 +29,8 @@ class Seen:
 
     `digests` also has the weight after the last step. `begun`: all backward passes before the last step; `passes`:
     those since. `shards`: numbers of row and column blocks of the layout. `resumed`: an optimizer had states before the
-    first step, and `age` is their number of steps. `tensors`: empty unless `sampled`.
+    first step, and `age` is their number of steps. `turns`: another optimizer stepped between the backward passes of a
+    step. `tensors`: empty unless `sampled`.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Seen:
     undecided: str = ""
     resumed: bool = False
     age: float = 0.0
+    turns: bool = False
     digests: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -53,10 +56,6 @@ class Seen:
         """The first number that the group of a step has under one of the keys."""
         group = self.groups[step] if self.groups else {}
         return next((float(x) for key in keys if isinstance(x := group.get(key), float | int)), None)
-
-    def momentum(self, step: int = -1) -> float | None:
-        """The momentum that the group of a step states."""
-        return self.stated("momentum", "mu", "momentum_beta", "muon_momentum", "beta", step=step)
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,13 @@ class Evidence:
     """
 
     seen: Seen
+    before: Tensor
+    moved: Tensor
     columns: Sequence[Tensor]
     steps: Sequence[int]
-    moved: Tensor
     start: Mapping[str, Tensor]
     passes: int
     wrong: Mapping[str, str]
-
-    @property
-    def before(self) -> Tensor:
-        """The weight before the step."""
-        return self.columns[-1]
 
 
 @dataclass(frozen=True)
@@ -114,15 +109,15 @@ def gather_evidence(seen: Seen, tensors: Mapping[Any, Tensor]) -> Evidence:
         tensors = {key: x[index] for key, x in tensors.items()}
     start, wrong = {key[1]: x for key, x in tensors.items() if key[0] == "start"}, dict[str, str]()
     gradients = [(-1, x) for key, x in start.items() if "sq" not in key and x.any()][:1]
-    previous = torch.zeros_like(tensors["before"])
+    previous: Any = 0
     for step in range(len(seen.groups)):
         passes = [x for key, x in tensors.items() if key[:2] == ("pass", step)]
         total = tensors.get(("gradient", step))
         if passes and total is not None:
             together = torch.stack(passes).sum(0)
             lost = f"the gradient has only the last of {len(passes)} backward passes"
-            sums = {"": together, lost: passes[-1], "the gradient has those of earlier steps, too": together + previous}
-            fits = {text: regress(total, [x]) for text, x in sums.items()}
+            sums = {"": together, "the gradient has those of earlier steps, too": together + previous, lost: passes[-1]}
+            fits = {text: regress(total, [x]) for text, x in sums.items() if text != lost or not seen.turns}
             # Clipping of the norm scales all passes. Clipping of values, or a hook, changes each element.
             text = "" if fits[""][1] < 0.15 else min(fits, key=lambda text: fits[text][1])
             (scale,), misfit = fits[text]
@@ -130,9 +125,9 @@ def gather_evidence(seen: Seen, tensors: Mapping[Any, Tensor]) -> Evidence:
                 wrong["zero_grad"] = text
             passes, previous = [total] if text or misfit > 0.15 else [x * scale for x in passes], total
         gradients += [(step, x) for x in passes or ([] if total is None else [total])]
-    columns, steps = [*(x for _, x in gradients), tensors["before"]], [step for step, _ in gradients]
-    count = steps.count(len(seen.groups) - 1)
-    return Evidence(seen, columns, steps, tensors["before"] - tensors["after"], start, count, wrong)
+    before, steps = tensors["before"], [step for step, _ in gradients]
+    columns, count = [*(x for _, x in gradients), before], steps.count(len(seen.groups) - 1)
+    return Evidence(seen, before, before - tensors["after"], columns, steps, start, count, wrong)
 
 
 def judge(e: Evidence) -> Verdict:
@@ -141,11 +136,13 @@ def judge(e: Evidence) -> Verdict:
     newest = e.columns[-2] if e.steps else torch.zeros_like(e.before)
     if not e.moved.any():
         return Verdict("still")
-    if not all(x.isfinite().all() for x in (e.moved, *e.columns)):
-        return Verdict("undecided", undecided="weights or gradients are not finite")
-    if rounding > 0.5 or not newest.any():
-        reason = "the step is smaller than the rounding of the weights" if rounding > 0.5 else "no gradient was seen"
-        return Verdict("undecided", undecided=reason)
+    reasons = {
+        "weights or gradients are not finite": not all(x.isfinite().all() for x in (e.moved, *e.columns)),
+        "the step is smaller than the rounding of the weights": rounding > 0.5,
+        "no gradient was seen": not newest.any(),
+    }
+    if any(reasons.values()):
+        return Verdict("undecided", undecided=next(reason for reason, holds in reasons.items() if holds))
     if (adam := _regressed(e, *_adam(e))).error < LINEAR + rounding:
         return adam
     weights, error = regress(e.moved, e.columns)
@@ -154,7 +151,8 @@ def judge(e: Evidence) -> Verdict:
         sizes = torch.linalg.svdvals(newest) if matrix else torch.zeros(1)
         flat = "the gradient of the step has equal singular values, as after Newton-Schulz in a hook"
         even = float(sizes.median()) > 0.6 * float(sizes.max())
-        return Verdict("sgd", error, scale=max(weights[:-1], key=abs), undecided=flat if even else "")
+        scale = math.copysign(max(map(abs, weights[:-1])), sum(weights[:-1]))
+        return Verdict("sgd", error, scale=scale, undecided=flat if even else "")
     if not matrix:
         return Verdict("undecided", error, undecided="neither Adam nor SGD explains the step")
     return _muon(e, FITS + rounding)
@@ -189,7 +187,7 @@ def _muon(e: Evidence, fits: float) -> Verdict:
 
 def _claims(e: Evidence) -> Iterator[Verdict]:
     """Sums by the hyperparameters that groups state, or by any where they state none, with one fault or without."""
-    stated, said = e.seen.momentum(), e.seen.groups[-1].get("nesterov")
+    stated, said = e.seen.stated(*MOMENTUM), e.seen.groups[-1].get("nesterov")
     # Without the momentum before the first step of a resumed run, a fault would only be the best of wrong sums.
     faults, kinds = 0 if e.seen.resumed and e.steps[0] >= 0 else 1, {"": "", "average": ""}
     if e.seen.stated("weight_decay"):
@@ -213,7 +211,7 @@ def _weights(e: Evidence, momentum: float | None, nesterov: bool, kind: str = ""
     """
     buffer, newest, turn, m = [0.0] * len(e.columns), [0.0] * len(e.columns), None, 0.0
     for i, step in enumerate(e.steps):
-        m = (e.seen.momentum(max(0, step)) or 0.0) if momentum is None else momentum
+        m = (e.seen.stated(*MOMENTUM, step=max(0, step)) or 0.0) if momentum is None else momentum
         if step != turn or kind == "micro-momentum":
             buffer, newest, turn = [m * x for x in buffer], [0.0] * len(buffer), step
         buffer[i] = newest[i] = 1 - m if kind == "average" and step >= 0 else 1.0
@@ -320,7 +318,7 @@ def _adam(e: Evidence) -> tuple[Verdict, Tensor]:
 def _each_pass(e: Evidence) -> Iterator[tuple[Verdict, Tensor]]:
     """Sums of Newton-Schulz of every backward pass of the last step."""
     text = f"Newton-Schulz ran in each of {e.passes} backward passes of a step, and the results were added"
-    stated = e.seen.momentum()
+    stated = e.seen.stated(*MOMENTUM)
     for m, nesterov in product((0.0, 0.95 if stated is None else stated), (False, True)):
         total = torch.zeros_like(e.before)
         for count in range(len(e.steps) - e.passes + 1, len(e.steps) + 1):

@@ -86,7 +86,8 @@ class Report:
         lines = ["".join(x.ljust(n) for x, n in zip(row, sizes, strict=True)).rstrip() for row in rows]
         lines += [f"undecided: {names}: {reason}" for names, reason in self.undecided]
         count = sum(not f.allowed for f in self.findings)
-        return "\n".join([*lines, *map(str, self.findings), f"{count} findings, audited in {self.seconds:.1f} s"])
+        last = f"{count} finding{'s' * (count != 1)}, audited in {self.seconds:.1f} s"
+        return "\n".join([*lines, *map(str, self.findings), last])
 
 
 def role_of(name: str) -> str:

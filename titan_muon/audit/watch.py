@@ -44,8 +44,8 @@ class Audit:
         self.meeting: Meeting
         self._table: Table = {}
         self._loaded = list[Path]()
-        # Seconds, all backward passes, those before the last step, and steps with a backward pass.
-        self._seconds, self._passes, self._begun, self._rounds = 0.0, 0, 0, 0
+        # Seconds, backward passes of all, before the last step but one and before the last step, and steps with a pass.
+        self._seconds, self._passes, self._turn, self._begun, self._rounds = 0.0, 0, 0, 0, 0
         self._stepped: dict[Optimizer, bool] = {}
         self._seen: dict[Tensor, Seen] = {}
         self._known = set[Any]()
@@ -153,7 +153,7 @@ class Audit:
         """
         begin, others = time.perf_counter(), dict[Tensor, Any]()
         if self._passes > self._begun:
-            self._begun, self._rounds = self._passes, self._rounds + 1
+            self._turn, self._begun, self._rounds = self._begun, self._passes, self._rounds + 1
             begun = [len(seen.groups) for seen in self._seen.values() if seen.groups]
             if self._rounds > 2 * self.steps or (begun and min(begun) == self.steps):
                 return self.finish()
@@ -204,6 +204,7 @@ class Audit:
             seen.tensors["gradient", len(seen.groups)] = gradient.float().clone()
         sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
         seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
+        seen.turns |= seen.passes > self._passes - self._turn
         seen.passes, seen.begun = 0, self._passes
         seen.groups.append({})
 
@@ -249,7 +250,8 @@ class Audit:
             if {"before", "after"} <= tensors.keys():
                 evidence = gather_evidence(pieces[0][1], tensors)
                 verdict = judge(evidence)
-                verdicts[name] = replace(verdict, wrong=(*evidence.wrong.items(), *verdict.wrong))
+                faults = evidence.wrong.items() if verdict.kind != "still" else ()
+                verdicts[name] = replace(verdict, wrong=(*faults, *verdict.wrong))
         parts = meeting.gather((verdicts, self._table, self._loaded))
         found = differences(parts[0][2], [table for _, table, _ in parts])
         if missing:
