@@ -46,7 +46,7 @@ class Audit:
         self._loaded = list[Path]()
         # Seconds, backward passes of all, before the last step but one and before the last step, and steps with a pass.
         self._seconds, self._passes, self._turn, self._begun, self._rounds = 0.0, 0, 0, 0, 0
-        self._stepped: dict[Optimizer, bool] = {}
+        self._resumed, self._stepped = False, dict[Optimizer, bool]()
         self._seen: dict[Tensor, Seen] = {}
         self._known = set[Any]()
         self._hooks, self._saves = ExitStack(), ExitStack()
@@ -161,22 +161,23 @@ class Audit:
                 self._table = self._table or self._digests()
             taken = {p for o in self._stepped for p, _ in _rows(o)}
             others = {p: optimizer.param_groups[0] for p in self._seen if p not in taken}
-        resumed = any(any(o.state.values()) for o in self._stepped)
+            if self._rounds == 1:
+                states = [v for o in self._stepped for state in o.state.values() for v in state.values()]
+                self._resumed = any(isinstance(v, Tensor) and v.ndim and v.any() for v in states)
         self._stepped[optimizer] = True
         for p, group in [*_rows(optimizer), *others.items()]:
             if (seen := self._seen.get(p)) is None:
                 continue
             if self._passes > seen.begun and self._weigh(p, seen) and len(seen.groups) < self.steps:
                 self._begin(p, seen)
-                seen.resumed |= resumed and len(seen.groups) == 1
             if seen.groups and self._passes == seen.begun:
                 # The innermost optimizer comes last.
                 values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
                 seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
                 seen.optimizer = "" if p in others else type(optimizer).__name__
-                states = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
-                seen.age = float(states.get("step", seen.age))
-                tensors = {k: v for k, v in states.items() if isinstance(v, Tensor) and v.shape == p.shape}
+                start = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
+                seen.age = float(start.get("step", seen.age))
+                tensors = {k: v for k, v in start.items() if isinstance(v, Tensor) and v.shape == p.shape}
                 seen.tensors |= {("start", k): local(v).float().clone() for k, v in tensors.items()}
         self._seconds += time.perf_counter() - begin
         return None
@@ -205,7 +206,7 @@ class Audit:
         sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
         seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
         seen.turns |= seen.passes > self._passes - self._turn
-        seen.passes, seen.begun = 0, self._passes
+        seen.passes, seen.begun, seen.resumed = 0, self._passes, self._resumed
         seen.groups.append({})
 
     @torch.no_grad()
@@ -231,8 +232,8 @@ class Audit:
         if self.report is not None:
             return
         for p, seen in self._seen.items():
-            if seen.optimizer and seen.passes and not (seen.groups or seen.undecided):
-                seen.undecided = "its optimizer made no step"
+            if seen.optimizer and not (seen.groups or seen.undecided):
+                seen.undecided = "its optimizer made no step after a backward pass"
             self._weigh(p, seen)
         meeting = self.meeting = Meeting(self.limit)
         missing = meeting.come("finish")
