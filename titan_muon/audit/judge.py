@@ -107,7 +107,7 @@ def gather_evidence(seen: Seen, tensors: Mapping[Any, Tensor]) -> Evidence:
         newest = [x for key, x in tensors.items() if key[0] in ("gradient", "pass")] or [tensors["before"]]
         index = int(newest[-1].flatten(1).norm(dim=1).argmax())
         tensors = {key: x[index] for key, x in tensors.items()}
-    start, wrong = {key[1]: x for key, x in tensors.items() if key[0] == "start"}, dict[str, str]()
+    start, faults = {key[1]: x for key, x in tensors.items() if key[0] == "start"}, list[str]()
     gradients = [(-1, x) for key, x in start.items() if "sq" not in key and x.any()][:1]
     previous: Any = 0
     for step in range(len(seen.groups)):
@@ -121,12 +121,13 @@ def gather_evidence(seen: Seen, tensors: Mapping[Any, Tensor]) -> Evidence:
             # Clipping of the norm scales all passes. Clipping of values, or a hook, changes each element.
             text = "" if fits[""][1] < 0.15 else min(fits, key=lambda text: fits[text][1])
             (scale,), misfit = fits[text]
-            if text and misfit < FITS:
-                wrong["zero_grad"] = text
+            faults.append(text if misfit < FITS else "")
             passes, previous = [total] if text or misfit > 0.15 else [x * scale for x in passes], total
         gradients += [(step, x) for x in passes or ([] if total is None else [total])]
     before, steps = tensors["before"], [step for step, _ in gradients]
     columns, count = [*(x for _, x in gradients), before], steps.count(len(seen.groups) - 1)
+    # A step that was skipped drops the passes of a single step.
+    wrong = {"zero_grad": faults[-1]} if all(faults[1:]) and len(faults) > 1 else {}
     return Evidence(seen, before, before - tensors["after"], columns, steps, start, count, wrong)
 
 
