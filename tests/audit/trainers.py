@@ -273,11 +273,13 @@ def by_turns(run: Run) -> None:
         run.train(model, optimizers[step % 2], steps=1, first=step, after=lambda model, _: model.zero_grad())
 
 
-def scaler(run: Run) -> None:
-    model, scaler = run.net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+def scaler(run: Run, scale: float = 1024.0) -> None:
+    """A large scale makes the first and third gradients infinite, so that their steps are skipped."""
+    model, scaler = run.net(), torch.amp.GradScaler("cpu", init_scale=scale)
     optimizer = TinyMuon(groups(model))
     for step in range(STEPS):
-        scaler.scale(model(batch(run.seed, step))).backward()
+        loss = model(batch(run.seed, step)) * (1e10 if scale > 1e30 and step in (0, 2) else 1)
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
@@ -683,6 +685,7 @@ KINDS = (
     Kind("zero_grad in each pass, DDP", 2, "zero_grad", partial(ddp, passes=2), "zeroed"),
     Kind("no zero_grad, DDP", 2, "zero_grad", ddp, "kept"),
     Kind("flipped sign", 1, "sign", plain, "sign"),
+    Kind("steps that GradScaler skips", 1, "", partial(scaler, scale=3e38)),
 )
 
 

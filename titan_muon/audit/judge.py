@@ -122,7 +122,7 @@ def gather_evidence(seen: Seen, tensors: Mapping[Any, Tensor]) -> Evidence:
             text = "" if fits[""][1] < 0.15 else min(fits, key=lambda text: fits[text][1])
             (scale,), misfit = fits[text]
             faults.append(text if misfit < FITS else "")
-            passes, previous = [total] if text or misfit > 0.15 else [x * scale for x in passes], total
+            passes, previous = [x * scale for x in passes] if misfit < 0.15 and not text else [total], total
         gradients += [(step, x) for x in passes or ([] if total is None else [total])]
     before, steps = tensors["before"], [step for step, _ in gradients]
     columns, count = [*(x for _, x in gradients), before], steps.count(len(seen.groups) - 1)
