@@ -257,6 +257,13 @@ def adamw(run: Run) -> None:
     run.train(model, AdamW(model.parameters(), lr=1e-2))
 
 
+def adamw_first(run: Run) -> None:
+    """AdamW has states before Muon's first step."""
+    model = run.net()
+    muon, rest = groups(model)
+    run.train(model, AdamW(rest["params"], lr=1e-3), TinyMuon([muon], run.bug))
+
+
 def one_for_each(run: Run) -> None:
     model = run.net()
     muon, rest = groups(model)
@@ -686,6 +693,7 @@ KINDS = (
     Kind("no zero_grad, DDP", 2, "zero_grad", ddp, "kept"),
     Kind("flipped sign", 1, "sign", plain, "sign"),
     Kind("steps that GradScaler skips", 1, "", partial(scaler, scale=3e38)),
+    Kind("other momentum after AdamW", 1, "momentum", adamw_first, "momentum"),
 )
 
 
