@@ -4,7 +4,7 @@ import fnmatch
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,7 @@ REMEDIES: Mapping[str, str] = {
 """The codes of findings, with remedies."""
 EMBEDDING = re.compile(r"(^|\.)(wte|wpe|\w*embed\w*|lm_head|head|output|unembed\w*|classifier|score)\.weight$")
 SMALL = re.compile(r"router|(^|\.)gate\.weight|norm")
-RULES = {
+RULES: Mapping[str, Callable[[float, float], float]] = {
     "1": lambda m, n: 1.0,
     "sqrt(max(1, m/n))": lambda m, n: max(1.0, m / n) ** 0.5,
     "0.2 sqrt(max(m, n))": lambda m, n: 0.2 * max(m, n) ** 0.5,
@@ -161,7 +161,8 @@ def _compare_ranks(name: str, parts: Mapping[int, Seen], found: Found) -> bool:
         held = {rank: part for rank, part in parts.items() if part.place == place and part.digests}
         gradients = list(zip(*(part.gradients for part in held.values()), strict=False))
         reduced = any(map(any, gradients)) and all(len(set(values)) == 1 for values in gradients)
-        digests = [part.digests for part in held.values()]
+        # As text, because NaN has another value than NaN.
+        digests = [[*map(str, part.digests)] for part in held.values()]
         for step, values in enumerate((*zip(*digests, strict=False), [own[-1] for own in digests]), start=1):
             odd = [str(r) for r, value in zip(held, values, strict=True) if value != max(values, key=values.count)]
             if odd:
