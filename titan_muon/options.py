@@ -159,7 +159,8 @@ class Expert:
     `auto`: `split`, but `redundant` in a recipe with owners in `each` replica."""
 
     wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16."""
+    """Dtype of matrices in transit. bfloat16 is lossless, because Newton-Schulz starts and ends in bfloat16; results of
+    float16 products travel in float16, in as many bytes."""
 
     eps: Annotated[float, POSITIVE] = 1e-14
     """Lower bound of the norm that divides a matrix. torch.optim.Muon's 1e-7 gives the same bits for larger norms."""

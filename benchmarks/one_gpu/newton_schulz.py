@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_orthogonalize import JORDAN, MODELS, torch_loop
-from benchmarks.measure_kernels import measure_kernels
+from benchmarks.measure_kernels import graph_of, measure_kernels
 from benchmarks.one_gpu.links import matmul_rate, seconds, wait
 from titan_muon.engine.orthogonalize import Dispatch, Kernel, Method, orthogonalize
 from titan_muon.engine.orthogonalize.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, restarts
@@ -52,18 +52,6 @@ def methods(rows: int, cols: int, device: torch.device) -> list[Method]:
     kernels = installed() if rows % KERNEL_SIDES == cols % KERNEL_SIDES == 0 else ()
     symmetric = [Method(m.algorithm, m.dtype, m.restarts, kernel) for kernel in kernels for m in plain[1:]]
     return [*plain, *symmetric]
-
-
-def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """Replay of a call's kernels without the host."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 def times(run: Callable[[], object], device: torch.device) -> dict[str, float]:

@@ -32,7 +32,7 @@ from .state.states import MatrixStates, kept_by
 from .step.algorithm import Algorithm, PlanContext, work_of
 from .step.context import StepContext, methods_of
 from .step.feature import BuiltStep, FeaturesOf, check_parts, check_travels
-from .step.gradients import ITERATION_KEYS, StepGradients, checked_inputs
+from .step.gradients import ITERATION_KEYS, SeenInputs, StepGradients, checked_inputs
 from .step.muon import highest_rate
 from .step.step import LateUpdates, trace_range
 from .tensors.dtensor import is_host, mesh_axes, on_device, storage_device
@@ -261,7 +261,7 @@ class Engine:
 
     def _make(self, rank: StepContext, states: MatrixStates, before: BuiltStep | None) -> None:
         self.rank, self._states = rank, states
-        self._names = frozenset(trained.fqn for trained in rank.params)
+        self._seen: SeenInputs | None = None
         features = self.features_of(rank.options, self._algorithm)
         self._parts = parts = BuiltStep(rank, self._algorithm, states, self.overlap, features, before)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
@@ -289,7 +289,7 @@ class Engine:
             self.finish()
             overlap.ready()
         with trace_range("check"):
-            faults, grads, moved = checked_inputs(rank, self._iterations, self._names, groups, state)
+            faults, grads, moved, self._seen = checked_inputs(rank, self._iterations, groups, state, self._seen)
             if rank.options.decay_follows_lr:
                 unknown = (highest_rate(trained.group) is None for trained in rank.params)
                 pairs = zip(unknown, faults, strict=True)

@@ -19,6 +19,7 @@ from ..engine.step.algorithm import Algorithm
 from ..engine.tensors.dtensor import local
 from ..features.eight_bit import SCALE_BLOCK
 from ..features.offload import TRANSFERS_AT_ONCE
+from ..kernels.tables import BLOCK
 from ..muon import Muon
 from ..options import MuonOptions, Offload
 from ..owned import is_owned
@@ -113,6 +114,7 @@ def memory_per_rank(
     work = 0 if summary is None else summary.work_bytes_max
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:
+        states_on_device += _table_bytes(plan, summary)
         states_on_device += max(state_bytes(plan, algorithm.for_parameter).values(), default=0)
     return Memory(
         parameters=sum(on_device),
@@ -176,6 +178,13 @@ def _window_bytes(items: list[ParameterMemory], summary: Summary | None, options
         stages = 2
     held = max(min(TRANSFERS_AT_ONCE, stages * cost.buckets) * cost.bucket_elements for cost in summary.ranks)
     return max(most, held * element_bytes)
+
+
+def _table_bytes(plan: Plan, summary: Summary | None) -> int:
+    """Bytes of the kernels' tables, without a few for each piece: a word for each program of four launches."""
+    if summary is None or not plan.passes.traffic.fused:
+        return 0
+    return max(4 * 2 * (cost.state_elements + cost.owned_elements) // BLOCK for cost in summary.ranks)
 
 
 def mean_elements(parameter: Tensor, ranks: int) -> float:

@@ -19,11 +19,11 @@ from ..engine.step.foreach import MomentumCall, Rectangle, UpdateCall, group_num
 from ..engine.step.gradients import StepGradients
 from ..engine.step.muon import MuonAlgorithm
 from ..engine.step.rounding import seed_of, wrapped
-from ..engine.step.views import BucketViews
+from ..engine.step.views import Batch, BucketViews
 from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from .batches import BatchLaunches, takes_batch
+from .batches import BatchLaunches, iteration_bytes, takes_batch
 from .launch import TableLaunch
 from .tables import ALIGNMENT, EXCLUDED, MISSING, Row, Table, ViewPlace, address, bits, view_place
 
@@ -49,7 +49,8 @@ class Numbers(NamedTuple):
 class Kernels:
     """Two launches for each bucket. A hook that refreshes the vector, see [Note: tables and the vector of a step].
 
-    `views`: the calls of the buckets, with their tensors. `kind`: what makes other launches in a step.
+    `views`: the calls of the buckets, with their tensors. `scratch`: memory of the iterations, in a step. `kind`: what
+    makes other launches in a step.
     """
 
     captured = False
@@ -74,7 +75,10 @@ class Kernels:
         self._by_dtypes: dict[tuple[torch.dtype, ...], list[list[TableLaunch]]] = {}
         self._advances = self._momentum_launches()
         self._updates = [self._launches("update", map(self._update_rows, bucket.updates)) for bucket in views]
-        self._batches = [self._batch_launches(bucket, algorithm) for bucket in views]
+        batches = [[(batch, algorithm.for_parameter(batch.parameters[0])) for _, batch, _ in v.batches] for v in views]
+        sizes = (iteration_bytes(rank, *pair) for bucket in batches for pair in bucket)
+        self.scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=rank.device)
+        self._batches = [self._launches_of(view.index, pairs) for view, pairs in zip(views, batches, strict=True)]
         words = self._flags + count + GROUP_WORDS * len(self._words) + len(self._storages)
         self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
         self._copies: list[Tensor] = []
@@ -137,14 +141,14 @@ class Kernels:
         view = part.of(stored)
         return view_place(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
 
-    def _batch_launches(self, bucket: BucketViews, algorithm: Algorithm) -> list[BatchLaunches | None]:
-        made: list[BatchLaunches | None] = []
-        for _, batch, _ in bucket.batches:
-            own = algorithm.for_parameter(batch.parameters[0])
-            takes = takes_batch(self._rank, batch, own)
-            launches = BatchLaunches(self._rank, bucket.index, batch, own, self._stored, self._flags) if takes else None
-            made.append(launches)
-        return made
+    def _launches_of(self, bucket: int, batches: Iterable[tuple[Batch, Algorithm]]) -> list[BatchLaunches | None]:
+        rank = self._rank
+        return [
+            BatchLaunches(rank, bucket, batch, own, self.scratch, self._stored, self._flags)
+            if takes_batch(rank, batch, own)
+            else None
+            for batch, own in batches
+        ]
 
     # --- each step ---
 
@@ -262,5 +266,6 @@ class FusedFeature(Feature):
     def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
         with parts.rank.buffers.memory.held(), parts.workspace.held():
             parts.passes = kernels = Kernels(parts.rank, parts.views, self._algorithm)
+        parts.workspace.add(kernels.scratch)
         # After the hook that takes the memory of `offload`, whose addresses this one reads.
         parts.hooks.append(kernels)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -28,27 +27,36 @@ class Launch:
 
 @dataclass(frozen=True)
 class TableLaunch:
-    """A launch of a kernel of `passes.py`. `options`: dtypes of PyTorch, and flags. `grid`: other than a table's."""
+    """A launch of a kernel of `passes.py`, prepared in the first step.
+
+    Attributes:
+        options: dtypes of PyTorch, and flags.
+        more: arguments after the vector.
+        grid: other than a table's.
+    """
 
     kernel: str
     table: Table
     options: Mapping[str, Any]
+    more: tuple[Any, ...] = ()
     grid: tuple[int, ...] = ()
+    _prepared: dict[bool, Launch] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def run(self, vector: Tensor, words: Sequence[int] | None, *more: Any) -> None:
-        """`words`: of the vector, if an address in it is not aligned. `more`: arguments after the vector."""
+    def run(self, vector: Tensor, words: Sequence[int] | None) -> None:
+        """`vector`: the same in each step. `words`: of the vector, if an address in it is not aligned."""
         is_aligned = words is None or not any(words[base] % ALIGNMENT for base in self.table.bases)
-        self.variant(vector, *more, aligned=self.table.aligned and is_aligned).run()
+        launch = self._prepared.get(is_aligned)
+        if launch is None:
+            aligned = self.table.aligned and is_aligned
+            launch = self._prepared[is_aligned] = self.variant(vector, aligned=aligned)
+        launch.run()
 
-    def variant(self, vector: Tensor, *more: Any, aligned: bool) -> Launch:
-        (kernel, options), table = self._compiled, self.table
-        # Single elements take more registers for addresses than vectors.
-        options = {**options, "FLAT": table.flat, "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 4 if aligned else 8}
-        return Launch(kernel, self.grid or (len(table.tiles),), (table.tiles, table.rows, vector, *more), options)
-
-    @cached_property
-    def _compiled(self) -> tuple[Any, dict[str, Any]]:
+    def variant(self, vector: Tensor, *, aligned: bool) -> Launch:
         # Imported on use, because only CUDA builds of PyTorch include Triton.
         from . import passes
 
-        return getattr(passes, self.kernel), passes.of_triton(self.options)
+        table, options = self.table, passes.of_triton(self.options)
+        # Single elements take more registers for addresses than vectors.
+        options |= {"FLAT": table.flat, "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 4 if aligned else 8}
+        arguments = (table.tiles, table.rows, vector, *self.more)
+        return Launch(getattr(passes, self.kernel), self.grid or (len(table.tiles),), arguments, options)

@@ -16,6 +16,8 @@ from ..options import OptionError
 
 MEASURED = Path(__file__).with_name("measured.json")
 """Choices by the name of a GPU, from `make gpu`."""
+CAPABILITIES = (9, 10)
+"""Major compute capabilities with symmetric kernels."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
         return ()
     if device.type != "cuda" or choice not in installed():
         raise OptionError("ns_kernel", f"= {choice!r} needs CUDA and the package triton; install it or choose 'auto'")
-    return tuple(Kernel(dtype, 1, choice, product_of(choice)) for dtype in HALVES)
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)[0]) not in CAPABILITIES:
+        problem = f"needs a GPU of compute capability 9 or 10 (tensor memory accelerator), not {capability}"
+        raise OptionError("ns_kernel", f"= {choice!r} {problem}; choose 'auto'")
+    return tuple(Kernel(dtype, 1, choice, product=product_of(choice)) for dtype in HALVES)
 
 
 def product_of(name: str) -> Product | None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..engine.orthogonalize.dispatch import KERNEL_SIDES
+from ..engine.orthogonalize.dispatch import KERNEL_SIDES, Call
 from .launch import Launch
 
 
@@ -27,7 +27,6 @@ class Tile:
         depth: columns of A per iteration of the loop.
         warps: warps that compute.
         stages: loop iterations with operands in shared memory.
-        tma: whether to copy by the tensor memory accelerator.
         specialized: separate warps to copy, to issue products and to store.
     """
 
@@ -36,7 +35,6 @@ class Tile:
     depth: int = 64
     warps: int = 8
     stages: int = 4
-    tma: bool = False
     specialized: bool = False
 
     def programs(self, size: int) -> int:
@@ -45,15 +43,13 @@ class Tile:
 
 
 TILES: Mapping[int, tuple[Tile, ...]] = {
-    # Ampere has no tensor memory accelerator. Not 4 warps: Triton 3.9 spills their registers.
-    8: (Tile(stages=3),),
     # 128 x 256 reads a quarter less from L2 per product than 128 x 128. Not specialized: Triton 3.7 and 3.9 ignore
     # specialization on Hopper, or spill. Two 128 x 128 tiles fit an SM, and overlap compute and stores.
-    9: (Tile(wide=2, tma=True), Tile(warps=4, stages=3, tma=True)),
+    9: (Tile(wide=2), Tile(warps=4, stages=3)),
     # Likewise, with sums in tensor memory, stored by separate warps.
-    10: (Tile(wide=2, tma=True, specialized=True), Tile(warps=4, stages=3, tma=True)),
+    10: (Tile(wide=2, specialized=True), Tile(warps=4, stages=3)),
 }
-"""Tiles by major compute capability. All further GPUs use the tile for 8."""
+"""Tiles by major compute capability, of GPUs with a tensor memory accelerator."""
 NARROW = 1.15
 """Relative time of a 128 x 128 square to a 128 x 256 square, estimated: tensor cores give 1, L2 traffic 4/3."""
 
@@ -100,7 +96,7 @@ def by_descriptors(  # type: ignore[no-untyped-def]
     A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, HAS_C: tl.constexpr,
     SIDE: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Kernel for GPUs with a tensor memory accelerator, with zero fill outside the matrix."""
+    """Copies by the tensor memory accelerator fill with zeros outside of the matrix."""
     batch = tl.program_id(1)
     row, col = _place(tl.program_id(0), WIDE)
     sums = tl.zeros((SIDE, SIDE * WIDE), dtype=tl.float32)
@@ -125,52 +121,6 @@ def by_descriptors(  # type: ignore[no-untyped-def]
         _store(second, c, d, batch, row, col + 1, alpha, beta, HAS_C, SIDE)
 
 
-@triton.jit
-def by_pointers(  # type: ignore[no-untyped-def]
-    a, b, c, d, size, depth, alpha, beta,
-    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, d_batch, d_row,
-    HAS_C: tl.constexpr, WHOLE: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Kernel for GPUs without a tensor memory accelerator. WHOLE: tiles cover the matrices exactly, without masks."""
-    row, col = _place(tl.program_id(0), 1)
-    # A stack can exceed 2³¹ elements, but a matrix cannot.
-    batch = tl.program_id(1).to(tl.int64)
-    a += batch * a_batch
-    b += batch * b_batch
-    rows = row * SIDE + tl.arange(0, SIDE)
-    cols = col * SIDE + tl.arange(0, SIDE)
-    inner = tl.arange(0, DEPTH)
-    a_tile = a + rows[:, None] * a_row + inner[None, :] * a_col
-    b_tile = b + inner[:, None] * b_row + cols[None, :] * b_col
-    sums = tl.zeros((SIDE, SIDE), dtype=tl.float32)
-    for start in range(0, depth, DEPTH):
-        if WHOLE:
-            left = tl.load(a_tile)
-            right = tl.load(b_tile)
-        else:
-            within = start + inner < depth
-            left = tl.load(a_tile, mask=(rows[:, None] < size) & within[None, :], other=0.0)
-            right = tl.load(b_tile, mask=within[:, None] & (cols[None, :] < size), other=0.0)
-        sums = tl.dot(left, right, sums, input_precision="ieee")
-        a_tile += DEPTH * a_col
-        b_tile += DEPTH * b_row
-
-    inside = (rows[:, None] < size) & (cols[None, :] < size)
-    result = alpha * sums
-    if HAS_C:
-        added = c + batch * c_batch + rows[:, None] * c_row + cols[None, :]
-        result += beta * tl.load(added, mask=inside, other=0.0).to(tl.float32)
-    d += batch * d_batch
-    square = d + rows[:, None] * d_row + cols[None, :]
-    rounded = result.to(d.dtype.element_ty)
-    if row == col:
-        tl.store(square, _symmetric(rounded, SIDE), mask=inside)
-    else:
-        tl.store(square, rounded, mask=inside)
-        mirror = d + cols[:, None] * d_row + rows[None, :]
-        tl.store(mirror, tl.trans(rounded), mask=(cols[:, None] < size) & (rows[None, :] < size))
-
-
 def launch_of(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, tile: Tile) -> Launch:
     """The launch for valid operands."""
     size, inner = a.shape[1:]
@@ -178,11 +128,6 @@ def launch_of(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float,
     grid = (tile.programs(size), len(a))
     options = {"HAS_C": c is not None, "SIDE": tile.side, "DEPTH": tile.depth}
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    assert tile.wide in ((1, 2) if tile.tma else (1,)), f"{tile}: needs a single square, or two with descriptors"
-    if not tile.tma:
-        strides = (*a.stride(), *b.stride(), *added.stride()[:2], *out.stride()[:2])
-        options["WHOLE"] = size % tile.side == 0 and inner % tile.depth == 0
-        return Launch(by_pointers, grid, (a, b, added, out, size, inner, alpha, beta, *strides), options)
     described = (
         _described(a, tile.side, tile.depth),
         _described(b, tile.depth, tile.side * tile.wide),
@@ -224,9 +169,9 @@ def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Ti
 def tile_on(device: torch.device, size: int, count: int) -> Tile:
     """The tile for `count` products of `size` rows."""
     if device.type != "cuda":
-        return TILES[8][0]
+        return TILES[9][1]
     properties = torch.cuda.get_device_properties(device)
-    return fastest(TILES.get(properties.major, TILES[8]), size, count, properties.multi_processor_count)
+    return fastest(TILES[properties.major], size, count, properties.multi_processor_count)
 
 
 def symmetric_product(
@@ -238,12 +183,12 @@ def symmetric_product(
     beta: float = 0.0,
     out: Tensor,
     tile: Tile | None = None,
-) -> None:
-    """Fill out (count, m, m) with alpha A B + beta C, computing only the lower triangle.
+) -> Call:
+    """The call that fills out (count, m, m) with alpha A B + beta C, computing only the lower triangle.
 
     a (count, m, k) and b (count, k, m) of equal dtype, contiguous or transposed, with symmetric A B; c (count, m, m),
     contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous and no operand.
-    `tile` defaults to `tile_on`. Raises ValueError for invalid shapes and strides.
+    `tile` defaults to `tile_on`. The memory may move between calls. Raises ValueError for invalid shapes and strides.
     """
     count, size, inner = a.shape
     square = torch.Size((count, size, size))
@@ -254,4 +199,4 @@ def symmetric_product(
     if not (all(map(_is_aligned, operands)) and all(t.stride(2) == 1 for t in operands[2:])):
         layouts = [(tuple(t.shape), t.stride()) for t in operands]
         raise ValueError(f"sides and strides must be multiples of {KERNEL_SIDES}, or 1 within a row, not {layouts}")
-    launch_of(a, b, c, out, alpha, beta, tile_on(a.device, size, count) if tile is None else tile).run()
+    return launch_of(a, b, c, out, alpha, beta, tile_on(a.device, size, count) if tile is None else tile).run

@@ -21,6 +21,8 @@ COLLECTIVE_OPERATORS = 10
 """Operators that take the host as long as a collective: checks, events and streams take about 50 us."""
 BATCH_OPERATORS = 7
 """Operators of a batch beside Newton-Schulz: copies of pieces to and fro, and zeros for what is not finite."""
+FUSED_BATCH_OPERATORS = -2
+"""With kernels: three in the place of the norms and the normalization, which are five operators of Newton-Schulz."""
 STEP_OPERATORS = 10
 """Operators of the report of a step."""
 ERROR = (0.9, 2.8)
@@ -67,7 +69,7 @@ class MachineRates:
         node, network: links between ranks of a node, and of different nodes.
         launch: seconds of an empty launch.
         batch_bytes: smallest batch that fills the device.
-        host, host_piece: seconds of the host for each operator, and for each piece that the rank stores.
+        host, host_entry: seconds of the host for each launch, and for each tensor in lists of tensors.
         capacity: bytes of a rank's memory; 0 if unknown.
     """
 
@@ -81,7 +83,7 @@ class MachineRates:
     launch: float
     batch_bytes: int = 2**28
     host: float = 0.0
-    host_piece: float = 0.0
+    host_entry: float = 0.0
     capacity: int = 0
     communicators: CommunicatorBytes = CommunicatorBytes()
 
@@ -94,9 +96,12 @@ class MachineRates:
         share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
         return self.flops[dtype] * min(1.0, share)
 
-    def host_seconds(self, operators: int, pieces: int, collectives: int) -> float:
-        """Time to launch a step: a lower bound of the step, unless the host is ahead of the device."""
-        return pieces * self.host_piece + (operators + COLLECTIVE_OPERATORS * collectives) * self.host
+    def host_seconds(self, operators: int, entries: int, collectives: int) -> float:
+        """Time to launch a step: a lower bound of the step, unless the host is ahead of the device.
+
+        `entries`: tensors in lists. An operator is a launch.
+        """
+        return entries * self.host_entry + (operators + COLLECTIVE_OPERATORS * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
         """Seconds for `count` matrices with smaller side `side`."""
@@ -122,8 +127,8 @@ _GLOO = Link(1e9, 2e-4), Link(1e9, 4e-4)
 _NETWORK = Link(45e9, 15e-6, 2e-6)
 
 # One host beside an H200, whose plain steps of Qwen3-8B and Qwen3-30B-A3B took 9.8 and 25.9 ms for 364 and 1,532
-# launches and 252 and 480 pieces (docs/results/gpu.json).
-_HOST, _HOST_PIECE = 8.6e-6, 26.4e-6
+# launches and 252 and 480 pieces (docs/results/gpu.json): 8.6 us a launch, and 26.4 a piece, which was in 13 lists.
+_HOST, _HOST_ENTRY = 8.6e-6, 26.4e-6 / 13
 
 # On 8 H100s the first all_to_all_single took 3.28 GB, after 1.06 GB for CUDA and other collectives
 # (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
@@ -141,7 +146,7 @@ def _gpus(name: str, tflops: float, float32: float, memory_tb: float, node: Link
     flops = _flops(round(_SHARE * tflops) * 1e12, round(_SHARE_FLOAT32 * float32) * 1e12)
     memory = round(_SHARE_MEMORY * memory_tb, 2) * 1e12
     rates = MachineRates(name, 8, flops, 400, memory, node, _NETWORK, 4e-6)
-    return replace(rates, host=_HOST, host_piece=_HOST_PIECE, capacity=gib * 2**30, communicators=_NCCL)
+    return replace(rates, host=_HOST, host_entry=_HOST_ENTRY, capacity=gib * 2**30, communicators=_NCCL)
 
 
 # 72 GPUs reduced 4 to 8 GB at 835 GB/s of bus bandwidth (coreweave/nccl-tests#43); an all-to-all is assumed at the 80 %

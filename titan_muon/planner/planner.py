@@ -221,8 +221,8 @@ def traffic(
     `fused`: kernels of `kernels/passes.py`.
     """
     if fused:
-        # Each tensor once.
-        return ElementTraffic(2 * state + element + wire, 1, 2 * element + wire, 1)
+        # Each tensor once. Of lists of tensors the check, the addresses and the flags are left.
+        return ElementTraffic(2 * state + element + wire, 1, 2 * element + wire, 1, lists=3, fused=True)
     # lerp in the wider dtype, another for Nesterov, and packing.
     wide = max(element, state)
     advance, launches = 7 * wide + wire, 3

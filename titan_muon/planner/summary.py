@@ -16,7 +16,8 @@ from .walk import PlanCost, Share, StepBytes
 class RankCost:
     """Counts of a rank in a step.
 
-    The rank's momentum has `state_elements` elements, at most `bucket_elements` of them in one of the `buckets`.
+    The rank's momentum has `state_elements` elements, at most `bucket_elements` of them in one of the `buckets`. Its
+    whole matrices have `owned_elements`.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class RankCost:
     buckets: int
     bucket_elements: int
     state_elements: int
+    owned_elements: int
 
 
 @dataclass(frozen=True)
@@ -93,4 +95,5 @@ def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, kept: int)
         buckets=owned[0].batches + len(shares) - 1,
         bucket_elements=max(total.stored for total in totals),
         state_elements=kept,
+        owned_elements=sum(cost.elements for cost in owned),
     )

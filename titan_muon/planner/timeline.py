@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from ..engine.layout.intervals import Pieces
 from ..engine.layout.types import Bucket, Plan
 from ..engine.layout.work import ElementwiseCost
 from ..engine.program.all_to_all import NO_TRAFFIC, LinkTraffic
 from ..engine.program.phases import Act, late_rounds, schedule
-from ..engine.program.program import batches
 from ..options import Overlap
 from .machine import STEP_OPERATORS, MachineRates
 from .walk import LOCAL, Costs, PlanCost, Share, in_bytes, link_seconds
@@ -119,12 +117,13 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none", co
     shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
     # Late applies are left out of both runs.
     free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
-    parts = listed_parts(plan, cost.costs.pieces)
+    # A rank has a piece of each parameter, or several of a stack.
+    entries = len(plan.parameters) * cost.costs.elementwise.traffic.lists
     after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
     return Timeline(
         machine.name,
         overlap,
-        _rank_times(cost, clock.now, hidden, shapes, parts),
+        tuple(_rank_times(cost, clock.now, hidden, shapes, entries)),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
         None if overlap == "none" else after,
@@ -246,50 +245,15 @@ class Clock:
             self._spans += [StageSpan(rank, stage, index, start, stop) for rank, other in members if other == alike]
 
 
-def listed_parts(plan: Plan, pieces: Pieces) -> Counter[int]:
-    """Tensors in the lists of element-wise work, by rank: matrices, or neighbours of a stack.
-
-    A rank's own matrices come first in its buffers, which adds at most two to the parts of a bucket.
-    """
-    counts = Counter[int]()
-
-    def firsts(numbers: Sequence[int]) -> Iterator[int]:
-        """The matrices that do not follow the matrix before."""
-        for before, number in zip((None, *numbers), numbers, strict=False):
-            first, second = plan.matrices[numbers[0] if before is None else before], plan.matrices[number]
-            follows = (second.parameter, second.index) == (first.parameter, first.index + 1)
-            if before is None or not follows or plan.parameters[second.parameter].stack.interleaved:
-                yield number
-
-    for bucket in plan.buckets:
-        # The order in the buffers.
-        places = zip(bucket.owners or (0,) * len(bucket.matrices), bucket.matrices, strict=True)
-        runs = Counter(pieces.kinds[number] for number in firsts([number for _, number in sorted(places)]))
-        for kind, count in runs.items():
-            counts.update(dict.fromkeys(pieces.holders(kind, bucket.group), count))
-    whole: dict[int, list[int]] = {}
-    for number, ranks in enumerate(plan.local):
-        for rank in ranks:
-            whole.setdefault(rank, []).append(number)
-    for rank, numbers in whole.items():
-        counts[rank] += sum(1 for batch in batches(numbers, plan.matrices, plan.works) for _ in firsts(batch))
-    return counts
-
-
-def _rank_times(
-    cost: PlanCost, ends: Sequence[float], hidden: int, shapes: int, parts: Mapping[int, int]
-) -> tuple[RankTime, ...]:
-    known: dict[tuple[int, int], RankTime] = {}
-    times = []
+def _rank_times(cost: PlanCost, ends: Sequence[float], hidden: int, shapes: int, entries: int) -> Iterator[RankTime]:
+    known: dict[int, RankTime] = {}
     for rank, alike in zip(cost.ranks, cost.class_of, strict=True):
-        key = alike, parts.get(rank, 0)
-        if key not in known:
-            known[key] = _rank_time(cost, *key, rank, ends[alike], hidden, shapes)
-        times.append(replace(known[key], rank=rank))
-    return tuple(times)
+        if alike not in known:
+            known[alike] = _rank_time(cost, alike, rank, ends[alike], hidden, shapes, entries)
+        yield replace(known[alike], rank=rank)
 
 
-def _rank_time(cost: PlanCost, alike: int, parts: int, rank: int, end: float, hidden: int, shapes: int) -> RankTime:
+def _rank_time(cost: PlanCost, alike: int, rank: int, end: float, hidden: int, shapes: int, entries: int) -> RankTime:
     shares, first_late, costs = cost.by_class[alike], cost.rounds - hidden, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
@@ -303,7 +267,8 @@ def _rank_time(cost: PlanCost, alike: int, parts: int, rank: int, end: float, hi
     ]
     total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
     operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
-    host = costs.machine.host_seconds(operators, parts, sum(share.totals.collectives for share in shares))
+    collectives = sum(share.totals.collectives for share in shares)
+    host = costs.machine.host_seconds(operators, entries, collectives)
     link = link_seconds(total, 1, costs.machine)
     return RankTime(rank, newton, passes, waits, link, host, operators)
 
@@ -314,6 +279,8 @@ def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
         return share.owned.operators
     local = share.round == LOCAL
     buckets, elements = (share.owned.batches, share.owned.elements) if local else (1, share.totals.stored)
+    if passes.traffic.fused:
+        return share.owned.operators + 2 * buckets
     advance = max(buckets, -(-elements // passes.advance_elements)) * passes.traffic.advance_launches
     calls = max(buckets if local else shapes, -(-elements // passes.apply_elements))
     return share.owned.operators + advance + calls * passes.traffic.apply_launches

@@ -15,7 +15,7 @@ from ..engine.program.all_to_all import BucketTotals, KindCounts, LinkTraffic
 from ..engine.program.patterns import PATTERNS
 from ..engine.program.phases import buffer_bytes
 from ..engine.program.program import batch_sizes
-from .machine import BATCH_OPERATORS, MachineRates
+from .machine import BATCH_OPERATORS, FUSED_BATCH_OPERATORS, MachineRates
 
 LOCAL = -1
 """Bucket and round of local matrices."""
@@ -112,7 +112,7 @@ class Costs:
         return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
 
     def _sum(self, counts: KindCounts) -> OwnedCost:
-        total = OwnedCost()
+        total, fused = OwnedCost(), self.elementwise.traffic.fused
         for matrix, size in self._batches(counts):
             work = self.works[matrix.work]
             total = OwnedCost(
@@ -124,7 +124,7 @@ class Costs:
                 matrices=total.matrices + size,
                 flops=total.flops + size * matrix.flops,
                 batches=total.batches + 1,
-                operators=total.operators + work.operators + BATCH_OPERATORS,
+                operators=total.operators + work.operators + (FUSED_BATCH_OPERATORS if fused else BATCH_OPERATORS),
             )
         return total
 

@@ -114,7 +114,7 @@ def test_launches_of_a_step_are_counted_by_pytorchs_rules_for_lists() -> None:
 
 
 def test_host_cost_measures_both_optimizers() -> None:
-    cost = host_cost.measured(host_cost.Case("llama_muon", 1, 4), repeats=2, profile=False)
+    cost = host_cost.measured(host_cost.Case("llama_muon", 1, 4), fused=True, repeats=2, profile=False)
     assert min(cost.muon, cost.adamw) > 0
 
 

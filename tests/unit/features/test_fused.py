@@ -23,6 +23,7 @@ from tests.dist.harness import run_ranks
 from tests.shared import equal, muon_keywords
 from titan_muon import Expert, Muon, Split, registry
 from titan_muon.algorithms import algorithm_of
+from titan_muon.engine.orthogonalize import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
 from titan_muon.kernels.launch import TableLaunch
@@ -216,6 +217,25 @@ def test_options_have_the_bits_of_the_foreach_operators(options: dict[str, Any],
     assert equal(trained(**row, **options, fused=True), trained(**row, **options, fused=False))
 
 
+def plan_as_for_gpus(patch: pytest.MonkeyPatch) -> None:
+    """Results of products in float16 stay in float16 until the update."""
+    patch.setattr("titan_muon.selection.Dispatch", lambda algorithm, dtype, _: Dispatch(algorithm, dtype, "cuda"))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_results_reach_the_update_in_float16(dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "PARTS", 4)
+    names, options = ["wide", "tall", "experts"], {"orthogonalize": method, "ns_dtype": "float16"}
+    row: dict[str, Any] = {"names": names, "dtypes": [(dtype, dtype)] * 3, "seed": 0, **options}
+    in_bfloat16 = trained(**row, fused=False)
+    plan_as_for_gpus(monkeypatch)
+    in_float16 = trained(**row, fused=False)
+    assert not equal(in_float16, in_bfloat16)
+    assert equal(trained(**row, fused=True), in_float16)
+
+
 @needs_interpreter
 @pytest.mark.parametrize("name", ["weight", "update"])
 def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(name: str, monkeypatch: Any) -> None:
@@ -248,7 +268,7 @@ def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(nam
 
 
 @needs_interpreter
-def test_a_bucket_of_a_batch_has_five_launches_and_no_step_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_bucket_has_four_launches_and_no_step_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, made = Counter[tuple[int, str]](), Counter[int]()
     now = 0  # The step; 0 before.
     run, of = TableLaunch.run, Table.of
@@ -260,15 +280,16 @@ def test_a_bucket_of_a_batch_has_five_launches_and_no_step_makes_a_table(monkeyp
     monkeypatch.setattr(TableLaunch, "run", counted)
     monkeypatch.setattr(Table, "of", lambda rows: made.update([now]) or of(rows))
     params = {f"{n}": nn.Parameter(torch.randn(*shape)) for n, shape in enumerate([(64, 48)] * 3 + [(16, 16)] * 4)}
-    muon = Muon(list(params.items()), expert=Expert(fused=True)).build()
+    # Results in the dtype of the products.
+    muon = Muon(list(params.items()), expert=Expert(fused=True, ns_dtype="bfloat16")).build()
     for now in range(1, 4):  # noqa: B007
         for tensor in params.values():
             tensor.grad = torch.randn(tensor.shape, dtype=tensor.dtype)
         muon.step()
     buckets = len(muon.engine.step.views)
-    kernels = "advance", "norm_parts", "normalize", "split", "update"
+    kernels = "advance", "norm_parts", "normalize", "update"
     assert launches == {(now, kernel): buckets for now in range(1, 4) for kernel in kernels}
-    assert made == {0: 4 * buckets}
+    assert made == {0: 3 * buckets}
 
 
 def stored(view: Tensor) -> ViewPlace:
@@ -345,6 +366,8 @@ def sharded_twice(rank: int, world_size: int, dtype: torch.dtype, options: dict[
     with pytest.MonkeyPatch.context() as patch:
         single_rounding.__wrapped__(patch)  # type: ignore[attr-defined]
         patch.setattr(batches, "PARTS", 4)
+        if "ns_dtype" in options:
+            plan_as_for_gpus(patch)
         kernels, foreach = (
             sharded(dtype, {"lr": 0.02, "momentum": 0.5, "fused": on, **options}) for on in (True, False)
         )
@@ -359,6 +382,8 @@ def sharded_twice(rank: int, world_size: int, dtype: torch.dtype, options: dict[
         (BFLOAT16, {"exchange": "all_gather"}),
         (BFLOAT16, {"orthogonalize": "reference"}),
         (FLOAT32, {}),
+        (FLOAT32, {"orthogonalize": "standard", "ns_dtype": "float16"}),
+        (BFLOAT16, {"exchange": "all_gather_reduce_scatter", "orthogonalize": "gram", "ns_dtype": "float16"}),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from titan_muon.engine.orthogonalize import (
     iteration,
     prepared,
 )
+from titan_muon.engine.orthogonalize.newton_schulz import plain
 from titan_muon.planner.machine import MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)
@@ -36,7 +37,8 @@ def test_auto_selects_gram_neither_in_bfloat16_nor_for_squares(shape: tuple[int,
 
 STEEP = ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630), (3.2866, -2.4647, 0.5074))
 """CANS as published, without a margin: each step ends where the next begins to diverge."""
-KERNELS = (Kernel("float16", 512, "plain"), Kernel("float16", 2048, "triton"), Kernel("bfloat16", 256, "triton"))
+BY_SIZE = [(512, 1, "plain"), (512, 16, "triton"), (1024, 1, "plain"), (2048, 4, "triton"), (4096, 1, "triton")]
+KERNELS = (*(Kernel("float16", rows, name, n) for rows, n, name in BY_SIZE), Kernel("bfloat16", 256, "triton"))
 GPU, CPU_ALONE = {"device": "cuda"}, {"device": "cpu", "cpu_bfloat16": False}
 MEASURED = {"device": "cuda", "kernels": KERNELS}
 TEN = coefficients("keller_jordan", 10)
@@ -62,9 +64,11 @@ CHOICES: list[tuple[dict[str, Any], int, int, Any, str]] = [
     (at(0.5), 4096, 4096, JORDAN, "standard bfloat16"),
     ({**GPU, "float16": False}, 1024, 4096, JORDAN, "standard bfloat16"),
     ({**GPU, "float16": False, "dtype": "float16"}, 1024, 4096, JORDAN, "gram float16 restart 2"),
-    # A kernel from the measured size on, for sides that fit.
+    # A kernel from the measured size and number of matrices on, for sides that fit.
     (MEASURED, 256, 1024, JORDAN, "gram float16 restart 2"),
-    (MEASURED, 2048, 8192, JORDAN, "gram float16 restart 2 triton"),
+    (MEASURED, 512, 2048, JORDAN, "gram float16 restart 2 triton from 16 matrices"),
+    (MEASURED, 1024, 4096, JORDAN, "gram float16 restart 2 triton from 16 matrices"),
+    (MEASURED, 2048, 8192, JORDAN, "gram float16 restart 2 triton from 4 matrices"),
     (MEASURED, 4096, 4096, JORDAN, "standard float16 triton"),
     (MEASURED, 4096, 4104, JORDAN, "standard float16"),
     (MEASURED, 4104, 4096, JORDAN, "standard float16"),
@@ -123,6 +127,15 @@ def test_batches_are_bounded_and_large_matrices_are_separate(device: str) -> Non
     assert (reference.algorithm, reference.dtype, reference.batch > 1) == ("reference", "bfloat16", device == "cuda")
 
 
+def test_fewer_matrices_than_measured_have_plain_products() -> None:
+    made: list[int] = []
+    counted = lambda a, *rest, **options: made.append(len(a)) or plain(a, *rest, **options)  # noqa: E731
+    method = Method("standard", "float32", products="triton", fewest=3, product=counted)
+    for count in (2, 3):
+        prepared(iteration("keller_jordan", 5, 1e-7), method, count)(torch.randn(count, 16, 16))
+    assert set(made) == {3}
+
+
 class Operators(TorchDispatchMode):
     """Counts the operators with a kernel on a device."""
 
@@ -140,6 +153,6 @@ class Operators(TorchDispatchMode):
 def test_the_operators_of_a_batch_are_counted(method: Method) -> None:
     whole, chosen = torch.zeros(2, 8, 16, dtype=torch.bfloat16, device="meta"), iteration("keller_jordan", 5, 1e-7)
     with Operators() as counter:
-        prepared(chosen, method)(whole, norms=frobenius_norms(whole, torch.float16), out=whole)
+        prepared(chosen, method, 2)(whole, norms=frobenius_norms(whole, torch.float16), out=whole)
     # The last product is copied where the number of runs is even.
     assert method.operators(5) <= counter.count <= method.operators(5) + 1

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from titan_muon.kernels.measured import MEASURED, Choices, choices_of, kernels_for, measured_choices
+from titan_muon.options import OptionError
 
 ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(
@@ -23,12 +24,12 @@ import json, torch
 from benchmarks.accuracy import relative_error
 from titan_muon.engine.orthogonalize import coefficients, iterate
 from titan_muon.kernels.measured import product_of
+from titan_muon.options import OptionError
 from titan_muon.kernels.symmetric import Tile, symmetric_product
 
 TILES = {
-    "pointers": Tile(side=32, depth=32),
-    "descriptors": Tile(side=32, depth=32, tma=True, specialized=True),
-    "descriptors, two squares": Tile(side=16, wide=2, depth=16, tma=True),
+    "one square": Tile(side=32, depth=32, specialized=True),
+    "two squares": Tile(side=16, wide=2, depth=16),
 }
 
 def drawn(*shape, seed=0):
@@ -40,7 +41,7 @@ def error(count, size, inner, dtype, added, tall, tile):
     c = drawn(count, size, size, seed=1).to(dtype)
     c = (c + c.mT) if added else None
     out = torch.full((count, size, size), float("nan"), dtype=dtype)
-    symmetric_product(x, x.mT, c, alpha=0.5, beta=-2.0, out=out, tile=tile)
+    symmetric_product(x, x.mT, c, alpha=0.5, beta=-2.0, out=out, tile=tile)()
     exact = 0.5 * x.double() @ x.double().mT
     exact = exact - 2 * c.double() if added else exact
     return relative_error(out, exact).max().item(), torch.equal(out, out.mT)
@@ -50,7 +51,7 @@ def commuting(dtype, tile):
     r = (r @ r.mT / 48).to(dtype)
     out = torch.empty_like(r)
     q = (r.double() @ r.double() - r.double()).to(dtype)
-    symmetric_product(q, r, q, beta=1.5, out=out, tile=tile)
+    symmetric_product(q, r, q, beta=1.5, out=out, tile=tile)()
     error = relative_error(out, q.double() @ r.double() + 1.5 * q.double()).max().item()
     return error, torch.equal(out, out.mT)
 
@@ -83,7 +84,7 @@ for a, b, c, out in (
     (one, one, one, square.mT),
 ):
     try:
-        symmetric_product(a, b, c, out=out)
+        symmetric_product(a, b, c, out=out)()
     except ValueError as problem:
         refused.append(str(problem))
 print(json.dumps({**results, "refused": refused}))
@@ -106,7 +107,7 @@ def interpreted() -> dict:
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_products_of_the_kernel_approximate_float64_and_are_symmetric_bit_for_bit(dtype: str) -> None:
     results = {k: r for kind in ("product", "commuting") for k, r in interpreted()[kind].items() if k.startswith(dtype)}
-    assert len(results) == 36 + 3
+    assert len(results) == 24 + 2
     for case, (error, symmetric) in results.items():
         assert error < TOLERANCES[dtype], case
         assert symmetric, f"{case}: the mirror tiles are the tiles, also those of a diagonal square"
@@ -148,3 +149,13 @@ def test_the_shipped_file_has_measured_entries_of_known_kernels_alone() -> None:
 def test_the_cpu_has_plain_products() -> None:
     assert kernels_for("auto", torch.device("cpu")) == kernels_for("plain", torch.device("cpu")) == ()
     assert measured_choices(torch.device("cpu")) == Choices()
+
+
+def test_a_gpu_without_a_tensor_memory_accelerator_refuses_the_symmetric_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(OptionError, match=r"compute capability 9 or 10 .* choose 'auto'"):
+        kernels_for("triton", torch.device("cuda"))

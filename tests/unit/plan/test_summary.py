@@ -80,6 +80,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         buckets=len(stored),
         bucket_elements=max(stored, default=0),
         state_elements=sum(stored),
+        owned_elements=sum(plan.matrices[m].numel for m in mine),
     )
 
 

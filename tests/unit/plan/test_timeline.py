@@ -64,10 +64,10 @@ def test_the_timeline_counts_every_cost(plan: Plan) -> None:
 
 def test_host_time_is_a_separate_bound(plan: Plan) -> None:
     """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
-    played = timeline(plan, replace(FREE, host=1, host_piece=1000))
+    played = timeline(plan, replace(FREE, host=1, host_entry=1000))
     # 20 of Newton-Schulz and 7 around the batch, 3 to advance and 3 to apply.
     assert played.last.operators == 20 + 7 + 3 + 3 + STEP_OPERATORS
-    assert played.host == 4 * 1000 + played.last.operators + 2 * COLLECTIVE_OPERATORS
+    assert played.host == 4 * 13 * 1000 + played.last.operators + 2 * COLLECTIVE_OPERATORS
     assert played.last.seconds == pytest.approx(0, abs=1e-12)
 
 

@@ -254,3 +254,44 @@ def test_a_default_device_does_not_matter(dtype: torch.dtype) -> None:
         with torch.device("meta"):
             muon.step()
     assert equal(params.values(), others.values())
+
+
+def of_coefficients(muon: Muon, param: nn.Parameter) -> None:
+    muon.param_groups[0]["ns_coefficients"][0][0] = 3.0
+
+
+def of_momentum(muon: Muon, param: nn.Parameter) -> None:
+    muon.state[param]["momentum_buffer"] = torch.zeros(3, 3)
+
+
+def of_gradient(muon: Muon, param: nn.Parameter) -> None:
+    param.grad = param.grad.to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_coefficients, "ns_coefficients, eps or algorithm changed"),
+        (of_momentum, "momentum was replaced"),
+        (of_gradient, "gradient is sparse"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_change_after_steps_without_a_fault_is_found(change: Callable[..., None], message: str) -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), lr=0.02, ns_coefficients=[[3.4, -4.7, 2.0]], ns_steps=1)
+    train(muon, params, range(3))
+    set_gradients(params, 3)
+    change(muon, params["layers.0.w"])
+    with pytest.raises(ValueError, match=message):
+        muon.step()
+
+
+def test_weights_moved_after_steps_without_a_fault_are_trained() -> None:
+    params, expected = parameters(), trained(range(4))
+    muon = Muon(list(params.items()), **muon_keywords(**OPTIONS))
+    train(muon, params, range(3))
+    for param in params.values():
+        param.data = param.data.clone()
+    train(muon, params, range(3, 4))
+    assert equal(list(params.values()), list(expected.values()))

@@ -7,15 +7,11 @@ import pytest
 import torch
 
 from tests.unit.plans import mesh_of, parameter_of, plan_of
-from titan_muon.engine.exchange.exchange import BufferPiece, Buffers, wire_dtypes
-from titan_muon.engine.layout.intervals import Geometries, Pieces, spans
+from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Bucket, Plan, Shard
 from titan_muon.engine.planning import in_order
 from titan_muon.engine.program.patterns import PATTERNS
-from titan_muon.engine.program.program import make_program
-from titan_muon.engine.step.foreach import joined
 from titan_muon.engine.step.views import strided
-from titan_muon.planner.timeline import listed_parts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -54,34 +50,6 @@ def test_an_owner_gets_neighbours_at_the_cost_of_before() -> None:
     assert totals[0] == totals[1]
     assert ordered.owners == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
     assert in_order(dealt, pieces, {0: (5,)}).owners[0] == 5, "an owner keeps a matrix that only it may own"
-
-
-@pytest.mark.parametrize("experts", [12, 2, 32])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
-def test_the_host_time_counts_the_parts_of_the_lists(experts: int, placement: Shard) -> None:
-    stacks = [parameter_of(f"layers.{n}.experts", (experts, 12, 8), mesh_of(4), placement) for n in range(2)]
-    plan = plan_of([*stacks, parameter_of("layers.0.w", (12, 8), mesh_of(4), Shard(0))])
-    counts = listed_parts(plan, Pieces(plan.matrices, Geometries(plan.parameters)))
-    for rank in range(4):
-        program = make_program(plan, rank)
-        buffers, parts = Buffers(program, torch.device("cpu"), wire_dtypes(plan, program), kept=True), 0
-        for run, views in zip(program.buckets, buffers.buckets, strict=True):
-            matrices = [plan.matrices[parcel.matrix] for parcel in run.stored]
-            shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
-            # Local matrices are neighbours in the workspace.
-            whole = torch.zeros(len(matrices), *shapes[0]) if views is None else ()
-            held = whole if views is None else [piece.view for piece in views.stored]
-            parts += len(
-                joined(
-                    (
-                        BufferPiece(parcel.matrix, spans(parcel.piece), view)
-                        for parcel, view in zip(run.stored, held, strict=True)
-                    ),
-                    lambda number: (plan.matrices[number].parameter, plan.out_in(number)),
-                )
-            )
-        assert counts[rank] - 2 * len(plan.buckets) <= parts <= counts[rank] + 2 * len(plan.buckets)
-        assert parts < len(plan.matrices) / 2 or experts == 2
 
 
 def assert_neighbours(plan: Plan) -> None:

@@ -41,6 +41,11 @@ class StepMemory:
     def nbytes(self) -> int:
         return sum(self._sizes.values())
 
+    def add(self, tensor: Tensor) -> None:
+        """Include the memory of a tensor."""
+        self._sizes[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        self.free()
+
     def take(self) -> None:
         # Resizing always moves a storage, and collectives in flight would write to freed memory.
         for storage, size in self._sizes.items():

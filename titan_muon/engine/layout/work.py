@@ -48,6 +48,7 @@ class Work:
         operators: of PyTorch for a batch.
         state_bytes: of a matrix, on its owner between steps.
         wire_bytes: of an element in transit. Matrices with others travel in other buckets.
+        float16_results: whether results stay in float16 until the update, unless a collective adds them.
     """
 
     method: str
@@ -59,6 +60,7 @@ class Work:
     operators: int = 20
     state_bytes: int = 0
     wire_bytes: int = 2
+    float16_results: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,16 @@ GPU = MethodRates("a GPU", {"bfloat16": 650e12, "float16": 650e12, "float32": 50
 class ElementTraffic(NamedTuple):
     """Bytes read and written for an element of a stored piece, and operators of a call.
 
-    `advance`: advance the momentum and pack. `apply`: decay and update.
+    `advance`: advance the momentum and pack. `apply`: decay and update. `lists`: of tensors, with one of each
+    parameter. `fused`: a launch takes all pieces of a bucket.
     """
 
     advance: int
     advance_launches: int
     apply: int
     apply_launches: int
+    lists: int = 13
+    fused: bool = False
 
 
 FLOAT32_TRAFFIC = ElementTraffic(30, 3, 26, 3)

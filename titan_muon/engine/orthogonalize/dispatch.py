@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
@@ -50,21 +50,29 @@ def cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
+Call = Callable[[], object]
+"""Operators or a kernel on fixed tensors."""
+
+
 class Product(Protocol):
-    """Fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k), and the result is symmetric."""
+    """The call that fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k).
+
+    A product may compute only symmetric results. The call may run again, with other numbers in the tensors.
+    """
 
     def __call__(
         self, a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor
-    ) -> None: ...
+    ) -> Call: ...
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The fastest symmetric products in a dtype, for a smaller side of at least `rows`. Without `product`: plain."""
+    """The fastest symmetric products of `count` matrices by dtype and smaller side. Without `product`: plain."""
 
     dtype: str
     rows: int
     products: str
+    count: int = 1
     product: Product | None = field(default=None, compare=False, repr=False)
 
 
@@ -76,7 +84,8 @@ class Method:
         algorithm: `standard`, `gram` or `reference`.
         dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
-        products, product: of symmetric results, by name and as a function; without it the device's.
+        products, product: of symmetric results, by name and as a function, for `fewest` matrices or more; else the
+            device's.
         reason: of the choice by `auto`, else empty.
     """
 
@@ -84,13 +93,15 @@ class Method:
     dtype: str
     restarts: tuple[int, ...] = ()
     products: str = "plain"
+    fewest: int = 1
     batch: int = 1
     reason: str = field(default="", compare=False)
     product: Product | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
-        products = "" if self.products == "plain" else f" {self.products}"
+        fewest = f" from {self.fewest} matrices" if self.fewest > 1 else ""
+        products = "" if self.products == "plain" else f" {self.products}{fewest}"
         return f"{self.algorithm} {self.dtype}{restarts}{products}"
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
@@ -167,8 +178,7 @@ class Dispatch:
         best = min(candidates, key=lambda method: seconds[method])
         batch = max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
         best = replace(best, batch=batch, reason=self._reason(best, seconds))
-        kernel = self._kernel(best.dtype, rows, cols)
-        return best if kernel is None else replace(best, products=kernel.products, product=kernel.product)
+        return self._with_kernel(best, rows, cols)
 
     @property
     def rates(self) -> MethodRates:
@@ -211,11 +221,20 @@ class Dispatch:
         rates = self.rates
         return max(method.flops(rows, cols, steps) / rates.flops[method.dtype], moved / rates.memory)
 
-    def _kernel(self, dtype: str, rows: int, cols: int) -> Kernel | None:
+    def _with_kernel(self, method: Method, rows: int, cols: int) -> Method:
+        """The method with the kernel that is fastest from some count of matrices on."""
+        side = min(rows, cols)
+        fitting = [kernel for kernel in self.kernels if kernel.dtype == method.dtype and kernel.rows <= side]
         if rows % KERNEL_SIDES or cols % KERNEL_SIDES:
-            return None
-        fitting = [kernel for kernel in self.kernels if kernel.dtype == dtype and kernel.rows <= min(rows, cols)]
-        return max(fitting, key=lambda kernel: kernel.rows, default=None)
+            return method
+        for fewest in sorted({kernel.count for kernel in fitting}, reverse=True):
+            # The measurement with most elements in at most as many matrices.
+            measured = (kernel for kernel in fitting if kernel.count <= fewest)
+            best = max(measured, key=lambda kernel: kernel.count * kernel.rows**2)
+            if best.products == "plain":
+                break
+            method = replace(method, products=best.products, product=best.product, fewest=fewest)
+        return method
 
     def _reason(self, best: Method, seconds: Mapping[Method, float]) -> str:
         if len(seconds) == 1 and self.algorithm != "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients, Iteration
-from .dispatch import DTYPES, Method, Product
+from .dispatch import DTYPES, Call, Method, Product
 
 NO_UPDATE = -1.0
 """In the place of the norm of a matrix that gets no update."""
 
 
-def plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> None:
+def plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> Call:
     """The product of the device's matrix library."""
     if c is None and alpha == 1:
-        torch.bmm(a, b, out=out)
-    else:
-        # PyTorch copies C to `out` first: up to 2 % of the product on a CPU. C is a factor too, so not in place.
-        torch.baddbmm(out if c is None else c, a, b, beta=beta, alpha=alpha, out=out)
+        return partial(torch.bmm, a, b, out=out)
+    # PyTorch copies C to `out` first: up to 2 % of the product on a CPU. C is a factor too, so not in place.
+    return partial(torch.baddbmm, out if c is None else c, a, b, beta=beta, alpha=alpha, out=out)
 
 
 def orthogonalize(
@@ -38,16 +37,21 @@ def orthogonalize(
     Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
     `norms`: the stack's `frobenius_norms` for the method's dtype.
     """
-    return prepared(iteration, method)(stack, norms=norms, out=out)
+    return prepared(iteration, method, len(stack))(stack, norms=norms, out=out)
 
 
-def prepared(iteration: Iteration, method: Method) -> Callable[..., Tensor]:
-    """`orthogonalize(stack, iteration, method, norms=..., out=...)` as a function of `stack`, `norms` and `out`."""
+def prepared(iteration: Iteration, method: Method, count: int) -> Callable[..., Tensor]:
+    """`orthogonalize(stack, iteration, method, norms=..., out=...)` for `count` matrices."""
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
         return partial(_references, steps=steps, eps=eps)
-    dtype, runs, product = DTYPES[method.dtype], method.runs(len(steps)), method.product or plain
+    dtype, runs, product = DTYPES[method.dtype], method.runs(len(steps)), products_for(method, count)
     return partial(iterate, steps=steps, eps=eps, dtype=dtype, runs=runs, product=product)
+
+
+def products_for(method: Method, count: int) -> Product:
+    """The symmetric products of `count` matrices."""
+    return method.product if method.product is not None and count >= method.fewest else plain
 
 
 def zero_nonfinite_(stack: Tensor, norms: Tensor, broken: Tensor) -> None:
@@ -114,61 +118,71 @@ def iterate(
     x = normalized(stack, eps, dtype, norms)
     # `out` if the element size matches, because a third X may be most of the workspace.
     buffer = out.view(x.dtype) if out is not None and out.element_size() == x.element_size() else torch.empty_like(x)
-    x = iterate_normalized(x, buffer, steps, runs or (1,) * len(steps), product)
+    runs = runs or (1,) * len(steps)
+    side = min(x.size(1), x.size(2))
+    squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
+    for call in iteration_calls(x, buffer, squares, steps, runs, product):
+        call()
+    x = x if len(runs) % 2 == 0 else buffer
     if out is None:
         return x.to(stack.dtype)
     return out if x is buffer and x.dtype == out.dtype else out.copy_(x)
 
 
-def iterate_normalized(
-    x: Tensor, spare: Tensor, steps: Coefficients, runs: Sequence[int], product: Product = plain
-) -> Tensor:
-    """`iterate` from `normalized` matrices. Returns the result, which is in `x` or in `spare`."""
-    dtype, side = x.dtype, min(x.size(1), x.size(2))
-    squares = [x.new_empty(x.size(0), side, side) for _ in range(2 if max(runs) == 1 else 4)]
-    tall = x.size(1) > x.size(2)
+def iteration_calls(
+    x: Tensor,
+    spare: Tensor,
+    squares: Sequence[Tensor],
+    steps: Coefficients,
+    runs: Sequence[int],
+    product: Product = plain,
+) -> Iterator[Call]:
+    """The calls of `iterate` on `normalized` matrices. The result is in `x` after an even number of runs, or `spare`.
+
+    `squares`: memory of R and Q, and in longer runs of Z and the next R.
+    """
+    norm, tall = start_norm(x.dtype), x.size(1) > x.size(2)
     for first, last in pairwise(accumulate(runs, initial=0)):
         wide = x.mT if tall else x
-        product(wide, wide.mT, alpha=start_norm(dtype) ** -2, out=squares[0])
-        beta, q = _polynomial(steps[first:last], squares, product)
-        scale = 1 / start_norm(dtype) if last == len(steps) else 1.0
+        yield product(wide, wide.mT, alpha=norm**-2, out=squares[0])
+        beta, q = yield from _polynomial(steps[first:last], squares, product)
+        scale = 1 / norm if last == len(steps) else 1.0
         # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
         left, right = (x, q) if tall else (q, x)
-        plain(left, right, None if beta == 0 else x, alpha=scale, beta=beta * scale, out=spare)
+        yield plain(left, right, None if beta == 0 else x, alpha=scale, beta=beta * scale, out=spare)
         x, spare = spare, x
-    return x
 
 
-def _polynomial(steps: Coefficients, squares: Sequence[Tensor], product: Product) -> tuple[float, Tensor]:
-    """(beta, Q) of steps X <- Q X + beta X, from R, the first of `squares`, which all are overwritten."""
+def _polynomial(
+    steps: Coefficients, squares: Sequence[Tensor], product: Product
+) -> Generator[Call, None, tuple[float, Tensor]]:
+    """Returns (beta, Q) of steps X <- Q X + beta X, from R, the first of `squares`, which all are overwritten."""
     r, q, *rest = squares
     if len(steps) == 1:
         a, b, c = steps[0]
-        _quadratic(product, r, b, c, out=q)
+        yield _quadratic(product, r, b, c, out=q)
         return a, q
     z, spare = rest
     for index, (a, b, c) in enumerate(steps):
         # Z omits a I, added below as `beta`, because adding a (about 4) would lose the last digits of a small diagonal.
-        _quadratic(product, r, b, c, out=z)
+        yield _quadratic(product, r, b, c, out=z)
         if index == 0:
-            q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
+            yield partial(q.copy_, z)
+            yield partial(q.diagonal(dim1=1, dim2=2).add_, a)
         else:
-            product(q, z, q, beta=a, out=spare)
+            yield product(q, z, q, beta=a, out=spare)
             q, spare = spare, q
         if index + 1 < len(steps):
             # R (Z + a I)² is the next X Xᵀ, because all factors commute.
-            product(r, z, r, beta=a, out=spare)
-            product(spare, z, spare, beta=a, out=r)
+            yield product(r, z, r, beta=a, out=spare)
+            yield product(spare, z, spare, beta=a, out=r)
     return 0.0, q
 
 
-def _quadratic(product: Product, r: Tensor, b: float, c: float, *, out: Tensor) -> None:
+def _quadratic(product: Product, r: Tensor, b: float, c: float, *, out: Tensor) -> Call:
     """Fill `out` with b R + c R R for symmetric R (count, m, m)."""
-    if c != 0:
-        product(r, r, r, alpha=c, beta=b, out=out)
-    else:
-        # PyTorch 2.13 ignores alpha = 0 of a product in float16 on CPUs.
-        torch.mul(r, b, out=out)
+    # PyTorch 2.13 ignores alpha = 0 of a product in float16 on CPUs.
+    return product(r, r, r, alpha=c, beta=b, out=out) if c != 0 else partial(torch.mul, r, b, out=out)
 
 
 FLOAT16_NORM = 2.0**6

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from torch.distributed.tensor import DTensor
 from ..faults.faults import Fault, fault_of, norm_dtype
 from ..faults.skip import Scaling
 from ..state.groups import iteration_changed
+from ..tensors.dtensor import local
 from ..tensors.names import names_in
 from ..tensors.storage import Storage, TrainedParam
+from .algorithm import Group
 from .context import StepContext
 
 ITERATION_KEYS = ("ns_coefficients", "ns_steps", "eps", "algorithm")
 """The keys of a group that a plan fixes."""
+
+States = Mapping[Tensor, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,62 @@ def check_first_gradients(params: Sequence[TrainedParam]) -> None:
         )
 
 
+SeenInputs = tuple[list[object], list[object]]
+"""The input of a step without its numbers: what is compared by identity, and what by value."""
+
+
 def checked_inputs(
     rank: StepContext,
     iterations: Sequence[tuple[Any, ...]],
-    names: Set[str],
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Any]],
-) -> tuple[list[Fault], list[Tensor | None], bool]:
+    groups: Sequence[Group],
+    state: States,
+    faultless: SeenInputs | None,
+) -> tuple[list[Fault], list[Tensor | None], bool, SeenInputs | None]:
     """The fault and (rows, cols) gradient of each parameter before a step, and whether any storage has moved.
 
-    `iterations`: by parameter, the values of `ITERATION_KEYS` when the step was planned. `names`: of these parameters.
+    Also the input, for the next step, unless there is a fault. `iterations`: by parameter, the values of
+    `ITERATION_KEYS` when the step was planned. `faultless`: of the step before.
     """
+    given: list[Any] = [trained.param.grad if trained.on_mesh else None for trained in rank.params]
+    grads = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in given]
+    seen = objects, values = _seen(rank, given, grads, groups, state)
+    if faultless is None or values != faultless[1] or not all(map(is_, objects, faultless[0])):
+        faults, grads, moved = _compared(rank, iterations, groups, state)
+        return faults, grads, moved, None if moved or any(faults) else seen
+    pairs = zip(grads, rank.storage, strict=True)
+    flat = [grad if grad is None or grad.ndim == 2 else _flat(grad, storage) for grad, storage in pairs]
+    return [Fault.NONE] * len(flat), flat, False, seen
+
+
+def _seen(
+    rank: StepContext, given: Sequence[Any], grads: Sequence[Tensor | None], groups: Sequence[Group], state: States
+) -> SeenInputs:
+    """`given`, `grads`: gradients, and the local ones."""
+    params = [param for group in groups for param in group["params"]]
+    momenta = [kept.get("momentum_buffer") for kept in state.values()]
+    tensors = [*(trained.param for trained in rank.params), *momenta]
+    stored = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    present = [grad for grad in grads if grad is not None]
+    # Lists compare by identity first, and FSDP gives each gradient of a parameter the same placements.
+    values: list[object] = [len(params), len(momenta), *(grad.shape for grad in present)]
+    values += [grad.layout for grad in present]
+    values += [grad.device_mesh if isinstance(grad, DTensor) else None for grad in given]
+    values += [grad.placements if isinstance(grad, DTensor) else None for grad in given]
+    values += [param.requires_grad for param in params]
+    # As text, because lists of coefficients may change in place.
+    values += [f"{group['param_names']} {[*map(group.get, ITERATION_KEYS)]}" for group in groups]
+    storages = [None if tensor is None else tensor.untyped_storage() for tensor in stored]
+    return [*params, *state, *momenta, *stored, *storages], values
+
+
+def _flat(grad: Tensor, storage: Storage) -> Tensor:
+    return grad if grad.ndim == 2 else grad.reshape(storage.param.shape)
+
+
+def _compared(
+    rank: StepContext, iterations: Sequence[tuple[Any, ...]], groups: Sequence[Group], state: States
+) -> tuple[list[Fault], list[Tensor | None], bool]:
+    """As `checked_inputs`, parameter by parameter."""
     current, moved = dict[str, Tensor](), False
     for group in groups:
         if len(group["param_names"]) != len(group["params"]):
@@ -97,46 +147,18 @@ def checked_inputs(
         if trained.group is not of_group:
             of_group = group = trained.group
             as_planned = tuple(map(group.get, ITERATION_KEYS)) == iterations[index]
-        momentum = state.get(trained.param, {}).get("momentum_buffer")
-        if not (as_planned and _is_unchanged(trained, storage, current.get(trained.fqn), momentum)):
-            in_place = storage.is_of(trained)
-            faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
-            moved = moved or not in_place or momentum is not trained.momentum_buffer
-            changed = trained.group.get("algorithm") != iterations[index][-1]
-            if changed or iteration_changed(trained.group, rank.iterations[index]):
-                faults[index] = Fault.NEWTON_SCHULZ_CHANGED
+        momentum, in_place = state.get(trained.param, {}).get("momentum_buffer"), storage.is_of(trained)
+        faults[index] = fault_of(trained, current.get(trained.fqn), momentum, in_place=in_place)
+        moved = moved or not in_place or momentum is not trained.momentum_buffer
+        changed = trained.group.get("algorithm") != iterations[index][-1]
+        if not as_planned and (changed or iteration_changed(trained.group, rank.iterations[index])):
+            faults[index] = Fault.NEWTON_SCHULZ_CHANGED
         grad = trained.param.grad
-        if grad is not None and (not trained.on_mesh or faults[index] is not Fault.NONE):
-            grad = None
-        elif isinstance(grad, DTensor):
-            grad = grad._local_tensor
-        if grad is not None and grad.ndim != 2:
-            grad = grad.reshape(storage.param.shape)
-        grads.append(grad)
-    if faults and any(current[name].requires_grad for name in current.keys() - names):
+        is_read = trained.on_mesh and faults[index] is Fault.NONE
+        grads.append(_flat(local(grad), storage) if is_read and grad is not None else None)
+    if faults and any(
+        current[name].requires_grad for name in current.keys() - {trained.fqn for trained in rank.params}
+    ):
         # A thawed parameter has no place in the report.
         faults[0] = Fault.THAWED
     return faults, grads, moved
-
-
-def _is_unchanged(trained: TrainedParam, storage: Storage, param: Tensor | None, momentum: Tensor | None) -> bool:
-    """Whether parameter and momentum are as planned, and the gradient is placed like the parameter.
-
-    A fast test of the common case. `fault_of` finds what has changed.
-    """
-    if momentum is None or momentum is not trained.momentum_buffer or param is not trained.param:
-        return False
-    grad = param.grad
-    if grad is None or not trained.on_mesh or grad.layout != torch.strided:
-        return False
-    placement: object = None
-    if isinstance(grad, DTensor):
-        placement, grad = (grad.device_mesh, grad.placements), grad._local_tensor
-    elif isinstance(param, DTensor):
-        placement = param.device_mesh, param.placements
-    if (placement, tuple(grad.shape)) != trained.key:
-        return False
-    stored = param._local_tensor if isinstance(param, DTensor) else param
-    kept = momentum._local_tensor if isinstance(momentum, DTensor) else momentum
-    in_place = stored is storage.local and stored.untyped_storage() is storage.param_storage
-    return in_place and kept.untyped_storage() is storage.momentum_storage

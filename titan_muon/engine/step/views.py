@@ -73,7 +73,8 @@ class Batch:
     """Matrices of one shape, orthogonalized together.
 
     Attributes:
-        whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
+        whole: (count, rows, cols) assembled matrices, in memory shared by all batches of a rank.
+        results: the same memory, for the results.
         parameters: (count,) parameter indices.
         broken: (count,) bool, flags of matrices that are not finite.
         place: of the first matrix among the rank's batches.
@@ -84,6 +85,7 @@ class Batch:
 
     matrices: tuple[int, ...]
     whole: Tensor
+    results: Tensor
     parameters: tuple[int, ...]
     broken: Tensor
     place: int
@@ -160,7 +162,7 @@ class _Builder:
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
         rank, dtype = self.rank, self.rank.buffers.dtypes[index]
-        made = [self.batch(matrices, dtype) for matrices in run]
+        made = [self.batch(matrices, dtype, index) for matrices in run]
         buffers, parameters, planned = rank.buffers.buckets[index], rank.plan.parameters, rank.plan.matrices
         if buffers is None:
             # Local matrices are packed straight into the workspace.
@@ -171,7 +173,7 @@ class _Builder:
                 index,
                 momentum_calls(self.joined(pieces), rank),
                 ((NO_COPIES, batch, NO_COPIES),),
-                update_calls(self.joined(pieces, draws=True), rank, self.scratch),
+                update_calls(self.joined(self.returned(pieces, index), draws=True), rank, self.scratch),
                 None,
                 self.releases[index],
             )
@@ -193,12 +195,28 @@ class _Builder:
                 )
                 for batch in made
             ),
-            update_calls(self.joined(buffers.stored, draws=True), rank, self.scratch),
+            update_calls(self.joined(self.returned(buffers.stored, index), draws=True), rank, self.scratch),
             buffers.cleared,
             self.releases[index],
         )
 
-    def batch(self, matrices: tuple[int, ...], dtype: torch.dtype) -> Batch:
+    def result_dtype(self, matrix: int, bucket: int) -> torch.dtype:
+        """The dtype of a matrix's results."""
+        rank, buffers = self.rank, self.rank.buffers.buckets[bucket]
+        # A reduce-scatter adds zeros of other ranks, in the dtype of the buffers.
+        is_summed = buffers is not None and buffers.cleared is not None
+        in_float16 = rank.plan.works[rank.plan.matrices[matrix].work].float16_results and not is_summed
+        return torch.float16 if in_float16 else rank.buffers.dtypes[bucket]
+
+    def returned(self, pieces: Sequence[BufferPiece], bucket: int) -> list[BufferPiece]:
+        """Stored pieces, with views of their results."""
+        placed = ((piece, piece.view) for piece in pieces)
+        return [
+            piece if view is None else piece._replace(view=view.view(self.result_dtype(piece.matrix, bucket)))
+            for piece, view in placed
+        ]
+
+    def batch(self, matrices: tuple[int, ...], dtype: torch.dtype, bucket: int) -> Batch:
         rank, planned = self.rank, self.rank.plan.matrices
         first = planned[matrices[0]]
         memory = self.workspace[: len(matrices) * first.numel * dtype.itemsize].view(dtype)
@@ -208,11 +226,12 @@ class _Builder:
         batch = Batch(
             matrices,
             whole,
+            whole.view(self.result_dtype(matrices[0], bucket)),
             tuple(parameters),
             self.flags.taken(parameters, Fault.NOT_FINITE),
             self.place,
             DTYPES[method.dtype],
-            prepared(iteration, method),
+            prepared(iteration, method, len(matrices)),
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)
