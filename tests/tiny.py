@@ -2,11 +2,14 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import models  # noqa: F401 (registers the families)
+from titan_muon.engine.tensors.process_groups import forget_meshes
 from titan_muon.trainer.recipe import Recipe, load
 from titan_muon.trainer.recipe.degrees import has_torch_for
 
@@ -68,6 +71,20 @@ def recipe(folder: Path, **values: object) -> Recipe:
         for key, value in values.items()
     )
     return load(file, [word for pair in words for word in pair])
+
+
+def train(what: Recipe | str, overrides: Sequence[str] = ()) -> Path:
+    """The folder of the run of a recipe, or of a recipe's file, on the ranks of this world."""
+    from titan_muon.trainer.torchtitan import compat
+
+    compat.install()
+    from titan_muon.trainer.run import job
+
+    forget_meshes()
+    folder = Path(job.train(load(what, overrides) if isinstance(what, str) else what))
+    # The reporting rank may not have written its last record yet.
+    dist.barrier()
+    return folder
 
 
 def records(folder: str | Path, key: str) -> dict[int, float]:

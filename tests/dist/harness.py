@@ -1,9 +1,12 @@
-"""Run functions on gloo ranks, each a process with one thread, and return the results.
+"""Run tests and functions on gloo ranks, each a process with one thread.
 
 The workers come from a fork server with PyTorch loaded, so a 2-rank test starts in a fraction of a second. An error on
 a rank ends the run at once: the traceback becomes the test's failure, and no rank keeps running.
 """
 
+import functools
+import importlib
+import inspect
 import multiprocessing as mp
 import os
 import pickle
@@ -18,6 +21,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 # A process that is forked after a look for GPUs cannot use them.
 _context = mp.get_context("spawn" if os.environ.get("PARITY_DEVICE") == "cuda" else "forkserver")
@@ -52,7 +57,6 @@ SECONDS_AFTER_A_DEATH = 20.0
 def _work(rank: int, size: int, rendezvous: str, tasks: Connection, quiet: bool) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     if quiet:
@@ -150,6 +154,33 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return world.run(fn, *args, timeout=timeout)
     finally:
         world.close()
+
+
+def on_ranks(size: int, timeout: float = 180.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on every rank of a new world: its first argument is the rank, the others are pytest's."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            run_ranks(_body, size, body.__module__, body.__name__, arguments, timeout=timeout)
+
+        declared = inspect.signature(body)
+        test.__signature__ = declared.replace(parameters=list(declared.parameters.values())[1:])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _body(rank: int, size: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks, in rank order."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _program(words: tuple[str, ...], shown: str) -> None:

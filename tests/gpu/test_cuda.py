@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.accuracy import relative_error
 from benchmarks.gpu import ROOT, read_rows
 from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu, fake_rank
-from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, no_sync, on_every_device
+from tests.gpu.devices import CPU, CUDA_PARAM, FAKE, Target, needs_cuda_build, no_sync, on_every_device
 from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.engine.engine import Engine
@@ -179,8 +179,3 @@ def test_a_target_detects_a_wait_of_the_host(target: Target) -> None:
     placed = target.placed(random(2, 2))
     with target.active(), pytest.raises(RuntimeError):
         placed.sum().item()
-
-
-def test_a_fake_target_has_the_cuda_device_without_values() -> None:
-    assert (CPU.fake, FAKE.fake, CUDA.fake) == (False, True, False)
-    assert FAKE.device == CUDA.device

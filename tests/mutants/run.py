@@ -1,8 +1,7 @@
 """Put each fault of `mutants.toml` into a copy of the repository, and record the first test that notices.
 
-    python -m tests.mutants.run --list
     python -m tests.mutants.run --only replica-momentum-stays
-    python -m tests.mutants.run --rows-only --resume
+    python -m tests.mutants.run --resume
 
 The unit tests that import the module of the fault run first, because they take seconds. Then come the rows of
 tests/parity, other tests that import the module, the tests of its folder, and the tests of a step. The results are in
@@ -101,20 +100,19 @@ def other_tests(root: Path, file: str) -> Iterator[str]:
     yield from (tests for tests in STEP_TESTS if (root / tests).is_dir())
 
 
-def run(mutant: Mutant, root: Path, seconds: int, *, rows_only: bool) -> Result:
+def run(mutant: Mutant, root: Path, seconds: int) -> Result:
     """Apply a fault in `root`, test, and restore the file. Raises ValueError if its text does not occur once."""
     file, begun = root / mutant.file, time.monotonic()
     original = file.read_text(encoding="utf-8")
     if original.count(mutant.old) != 1:
         raise ValueError(f"{mutant.id}: {mutant.file} has the text {original.count(mutant.old)} times; correct it")
-    stages: list[list[str]] = [] if rows_only else [[*importing_tests(root, "unit", mutant.file)]]
     # No row trains a recipe.
-    stages += [] if mutant.file.startswith(RECIPES) else [[ROWS]]
-    stages += [] if rows_only else [[*dict.fromkeys(other_tests(root, mutant.file))]]
+    rows = [] if mutant.file.startswith(RECIPES) else [ROWS]
+    stages = [importing_tests(root, "unit", mutant.file), rows, dict.fromkeys(other_tests(root, mutant.file))]
     noticed, error, is_row = None, "", False
     try:
         _write(file, original.replace(mutant.old, mutant.new))
-        for tests in filter(None, stages):
+        for tests in filter(None, map(list, stages)):
             noticed, error = failure(root, tests, seconds)
             if noticed is not None:
                 is_row = tests == [ROWS]
@@ -130,40 +128,26 @@ def _write(file: Path, text: str) -> None:
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the faults, and who noticed each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="only these faults")
     parser.add_argument("--resume", action="store_true", help="leave out faults with a result")
-    parser.add_argument("--rows-only", action="store_true", help="run the rows alone")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="time limit of the rows, and of other tests")
-    parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the repository")
-    parser.add_argument("--mutants", type=Path, default=HERE / "mutants.toml", help="file of faults")
-    parser.add_argument("--results", type=Path, default=HERE / "noticed.json", help="file of results")
-    chosen = parser.parse_args(arguments)
-    file = chosen.results
+    chosen, file = parser.parse_args(), HERE / "noticed.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    listed = mutants(chosen.mutants)
+    listed = mutants(HERE / "mutants.toml")
     if unknown := set(chosen.only or ()) - {mutant.id for mutant in listed}:
-        parser.error(f"no fault {', '.join(sorted(unknown))}; see --list")
-    if chosen.list:
-        for mutant in listed:
-            found = results.get(mutant.id)
-            print(f"{mutant.id}: {mutant.fault} {'' if found is None else found['noticed_by'] or 'NOT NOTICED'}")
-        return
+        parser.error(f"no fault {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "code")
-        shutil.copytree(chosen.root, root, ignore=IGNORED)
+        shutil.copytree(HERE.parents[1], root, ignore=IGNORED)
         for mutant in listed:
             if (chosen.only and mutant.id not in chosen.only) or (chosen.resume and mutant.id in results):
                 continue
-            result = run(mutant, root, chosen.seconds, rows_only=chosen.rows_only)
+            result = run(mutant, root, chosen.seconds)
             print(f"{mutant.id}: {result.noticed_by or 'NOT NOTICED'} ({result.seconds} s)", flush=True)
             results[mutant.id] = asdict(result)
             file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    rows = sum(result["is_row"] for result in results.values())
-    noticed = sum(result["noticed_by"] is not None for result in results.values())
-    print(f"{len(results)} faults, {noticed} noticed, {rows} of them by a row")
 
 
 if __name__ == "__main__":

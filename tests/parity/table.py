@@ -34,6 +34,7 @@ KEPT: Options = {"state": "owner"}
 RULE: Options = {"planner": "rule"}
 """Two rounds for small models, and hierarchical returns with replicas."""
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
+CHECKED = {0: "check", 1: "reload"}
 SKIP: Options = {"on_bad_gradient": "skip_step"}
 MISSING: Options = {"on_bad_gradient": "skip_missing"}
 GATHERED: Options = {"exchange": "all_gather"}
@@ -154,6 +155,13 @@ def options() -> list[Row]:
         row("several meshes, several buckets", layouts=meshes[:5], shapes=FEW, options=SEVERAL),
         row("odd shapes", layouts=(*FOUR, "owned"), shapes=(*ODD,)),
         row("two groups", groups=OTHER_GROUP),
+        row(
+            "two halves of the ranks",
+            layouts=("fsdp beside tp", "plain"),
+            group="shard tp",
+            talks=(2,),
+            between=CHECKED,
+        ),
         row("hierarchical", layouts=("hsdp",), **network),
         row("hierarchical, replicated", layouts=("replicated",), **network),
         row("hierarchical, plain", layouts=("plain",), **network),
@@ -306,8 +314,7 @@ def faults() -> list[Row]:
             skips = MISSING if change == DROP else SKIP
             skipped = {"gradients": {1: ("tall", change)}, "options": {**skips, **options}, **fields}
             raising = {"gradients": {2: ("uneven", change)}, "options": options, **fields}
-            if kind != ", backward":
-                made.append(row(f"{name} skipped{kind}", **skipped))
+            made.append(row(f"{name} skipped{kind}", **skipped))
             made.append(row(f"{name} raises{kind}", error=("layers.0.uneven", text), **raising))
     return made
 
@@ -404,6 +411,7 @@ def algorithms() -> list[Row]:
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),
         row("normuon held", math={**ROWS_SMOOTHED, "idle": "hold"}, reference="paper", **zeros),
         row("zero gradients move", **zeros),
+        row("float64 weights", 2, ("plain", "fsdp"), dtype=torch.float64, between={1: "check"}, **ALONE),
         row("bfloat16 weights", layouts=("plain", "replicated", "fsdp"), **BFLOAT16, **ALONE),
         row("bfloat16 weights, new optimizer", layouts=TWO[:3], between={1: "new_optimizer"}, **BFLOAT16, **ALONE),
         row("bfloat16 weights to nearest", math={"rounding": "nearest"}, close=0.05, **BFLOAT16, **ALONE),

@@ -42,6 +42,7 @@ class Row:
         scaler: a GradScaler drives the steps, and skips one more for each. "unscaled": the caller unscales gradients.
         proof: whether the plan has the property that the row is about.
         error: texts in the error of the step after the last one on every rank.
+        group: axes of a mesh; the ranks along its "shard" are the process group of Muon.
         talks: sizes of the process groups with a collective in the last step, if the row is about them.
         close: the largest relative error of the change of a weight, instead of equal bits.
         dtype: of weights and gradients.
@@ -63,6 +64,7 @@ class Row:
     closure: bool = False
     proof: str = ""
     error: tuple[str, ...] = ()
+    group: str = ""
     talks: tuple[int, ...] | None = None
     close: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -153,6 +155,8 @@ class Training:
         given = groups(params, self.row.groups)
         splits = [split for split in SPLITS if split.match.removeprefix("*.") in self.row.shapes]
         defaults = {"lr": LR, "orthogonalize": "reference", "split": splits}
+        if self.row.group:
+            defaults["process_group"] = mesh_of(self.row.group, ())["shard"].get_group()
         muon = Muon(given, **muon_keywords(**(defaults | dict(self.row.math) | dict(self.row.options))))
         for group in muon.param_groups:
             group["initial_lr"] = group["lr"]

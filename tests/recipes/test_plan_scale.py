@@ -1,13 +1,10 @@
 """The balance of published models at scale, on TorchTitan's layouts: limits for the planner."""
 
-import json
 from functools import cache
-from pathlib import Path
 
 import pytest
-import tyro
 
-from benchmarks.plan_scale import main, model_seconds
+from benchmarks.plan_scale import model_seconds
 from benchmarks.plan_scale import plan_numbers as planned
 
 # Shared by several tests.
@@ -82,13 +79,3 @@ def test_replicas_add_return_traffic_and_no_orthogonalization() -> None:
     single, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
     assert eight.orthogonalizations == single.orthogonalizations
     assert eight.link_ms > single.link_ms
-
-
-def test_json_writes_the_numbers_to_the_passed_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "numbers.json"
-    tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
-    document = json.loads(file.read_text())
-    assert set(document) == {"date", "commit", "machine", "command", "rows"}
-    (numbers,) = document["rows"]
-    assert (numbers["model"], numbers["ranks"]) == ("qwen3_0.6b", 2)
-    assert "| qwen3_0.6b | 2 |" in capsys.readouterr().out

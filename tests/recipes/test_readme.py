@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,6 @@ def short(tmp_path: Path) -> list[str]:
         "data.cache": str(folder / "cache"),
     }
     return [word for key, value in keys.items() for word in (f"--{key}", value)]
-
-
-def test_an_installation_has_the_named_extras_and_torch() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installs = [command for command in COMMANDS if command.startswith("pip install")]
-    extras = {extra for command in installs for extra in re.findall(r"\[(\w+)\]", command)}
-    assert "pip install ." in installs
-    assert extras == {"titan"} <= project["optional-dependencies"].keys()
-    (needed,) = (need.removeprefix("torch>=") for need in project["dependencies"] if need.startswith("torch>="))
-    assert f"PyTorch {needed} or newer" in README
 
 
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.fullmatch(r"make [a-z]+", c)}))

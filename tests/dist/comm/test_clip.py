@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks
 from tests.shared import message
 from titan_muon import Muon
 from titan_muon.owned import gather
@@ -49,13 +49,13 @@ def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: Ten
     return parameter
 
 
-def on_four_ranks(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]]:
-    """The norm and the gradients after clipping of dense, strided, expert, plain, replicated and owned parameters."""
+@on_ranks(4)
+def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process(rank: int) -> None:
+    """The norm and the gradients of dense, strided, expert, plain, replicated and owned parameters."""
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     flat = init_device_mesh("cpu", (4,))
-    results = []
     for clipped, max_norm, norm_type in CASES:
         g = whole_gradients()
         parameters = [
@@ -72,43 +72,29 @@ def on_four_ranks(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]
         if clipped == ALL:
             norm = clip_grad_norm_(iter(parameters), max_norm, norm_type)
         else:
-            norm = GradientClip(
-                parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size
-            )()
-        grads = [gather(p.grad if p.grad is not None else owned_like(p.to_local(), p)) for p in parameters]
-        results.append((float(norm), grads))
-    return results
+            norm = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=4)()
+        alone = [laid_out(None, (), gradient) for gradient in whole_gradients()]
+        total = torch.nn.utils.get_total_norm([p.grad for p in alone], norm_type)
+        nn.utils.clip_grad_norm_([alone[i] for i in clipped], max_norm, norm_type)
+        assert float(norm) == pytest.approx(float(total), rel=1e-5)
+        for p, expected in zip(parameters, alone, strict=True):
+            found = gather(p.grad if p.grad is not None else owned_like(p.to_local(), p))
+            torch.testing.assert_close(found, expected.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process() -> None:
-    results = run_ranks(on_four_ranks, 4)
-    for case, (clipped, max_norm, norm_type) in enumerate(CASES):
-        parameters = [laid_out(None, (), gradient) for gradient in whole_gradients()]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
-        nn.utils.clip_grad_norm_([parameters[i] for i in clipped], max_norm, norm_type)
-        for result in results:
-            assert result[case][0] == pytest.approx(float(norm), rel=1e-5)
-            for found, parameter in zip(result[case][1], parameters, strict=True):
-                torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-7)
-
-
-def megatron_experts(rank: int, world_size: int) -> tuple[float, str]:
-    """The norm of a parameter that tensor parallelism replicates, and of other experts on equal meshes; a refusal."""
+@on_ranks(4)
+def test_experts_on_other_meshes_count_once_each_and_replicas_once(rank: int) -> None:
+    """A parameter that tensor parallelism replicates, and other experts on equal meshes, as under Megatron-FSDP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "other"))
     whole = whole_gradients()
     expert = laid_out(mesh["fsdp"], (Shard(0),), whole[5 + mesh.get_local_rank("other")])
     setattr(expert, OTHER_EXPERTS, True)
     dense = laid_out(mesh["fsdp"], (Shard(0),), whole[0])
     norm = float(clip_grad_norm_([dense, expert], math.inf))
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([whole[0], whole[5], whole[6]])), rel=1e-5)
     expert._mfsdp_parameter_group = object()  # type: ignore[attr-defined]
-    return norm, message(lambda: clip_grad_norm_([dense, expert], 1.0))
-
-
-def test_experts_on_other_meshes_count_once_each_and_replicas_once() -> None:
-    whole = whole_gradients()
-    for norm, refusal in run_ranks(megatron_experts, 4):
-        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([whole[0], whole[5], whole[6]])), rel=1e-5)
-        assert "a parameter of shape (5, 6) is on 2 of 4 ranks" in refusal or "shape (6, 5)" in refusal
+    refusal = message(lambda: clip_grad_norm_([dense, expert], 1.0))
+    assert "a parameter of shape (5, 6) is on 2 of 4 ranks" in refusal or "shape (6, 5)" in refusal
 
 
 def test_clip_grad_norm_needs_no_process_group() -> None:
@@ -122,37 +108,32 @@ def test_clip_grad_norm_needs_no_process_group() -> None:
     assert float(clip_grad_norm_([], 1.0)) == 0.0
 
 
-def on_two_stages(rank: int, world_size: int) -> tuple[float, float]:
-    """Norms over pipeline stages with different parameters, some without a gradient, and of bfloat16 gradients."""
+@on_ranks(4)
+def test_the_norm_sums_over_pipeline_stages_and_is_computed_in_float32(rank: int) -> None:
+    """Stages with different parameters, some without a gradient; and bfloat16 gradients, whose steps are 0.4 %."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))["fsdp"]
     held = whole_gradients()[:2] if rank < 2 else whole_gradients()[2:]
     parameters = [*(laid_out(mesh, (Shard(0),), gradient) for gradient in held), nn.Parameter(torch.zeros(3))]
+    expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole_gradients()))
+    norm = GradientClip(parameters, parameters, max_norm=1.0, stage_ranks=2)()
+    assert float(norm) == pytest.approx(expected, rel=1e-6)
     half = laid_out(None, (), torch.full((4128,), 1.0, dtype=torch.bfloat16))
-    norms = [
-        GradientClip(clipped, clipped, max_norm=1.0, stage_ranks=ranks)()
-        for clipped, ranks in ((parameters, world_size // 2), ([half], world_size))
-    ]
+    norm = GradientClip([half], [half], max_norm=1.0, stage_ranks=4)()
+    assert float(norm) == pytest.approx(4128**0.5, rel=1e-6)
     assert float(half.grad.double().norm()) == pytest.approx(1.0, rel=4e-3)
-    return float(norms[0]), float(norms[1])
 
 
-def test_the_norm_sums_over_pipeline_stages_and_is_computed_in_float32() -> None:
-    """The steps of bfloat16 are 0.4 %."""
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole_gradients()))
-    for summed, half in run_ranks(on_two_stages, 4):
-        assert summed == pytest.approx(norm, rel=1e-6)
-        assert half == pytest.approx(4128**0.5, rel=1e-6)
-
-
-def with_nothing_on_one_rank(rank: int, world_size: int) -> list[float]:
-    """Norms of a parameter on rank 0 alone, and a step of Muon that a norm from rank 0 skips."""
+@on_ranks(2)
+def test_a_rank_without_parameters_joins_the_collective(rank: int) -> None:
+    """A parameter on rank 0 alone, and a step of Muon that a norm from rank 0 skips."""
     parameter = nn.Parameter(torch.zeros(4, 5))
     parameter.grad = torch.full((4, 5), 2.0)
     held = [parameter] if rank == 0 else []
-    norms = [float(clip_grad_norm_(held, 1.0, norm_type, stages=2)) for norm_type in (2.0, math.inf)]
-    norms.append(float(GradientClip(held, held, max_norm=1.0, stage_ranks=1)()))
+    for norm_type, expected in ((2.0, math.sqrt(80)), (math.inf, 1 / math.sqrt(20))):
+        assert float(clip_grad_norm_(held, 1.0, norm_type, stages=2)) == pytest.approx(expected)
+    assert float(GradientClip(held, held, max_norm=1.0, stage_ranks=1)()) == pytest.approx(1.0)
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    norms.append(float(GradientClip([frozen], [], max_norm=1.0, stage_ranks=1)()))
+    assert float(GradientClip([frozen], [], max_norm=1.0, stage_ranks=1)()) == 0.0
     shared = nn.Parameter(distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
     shared.grad = torch.full_like(shared, math.nan)
     muon = Muon([("weight", shared)])
@@ -160,18 +141,11 @@ def with_nothing_on_one_rank(rank: int, world_size: int) -> list[float]:
     muon.step()
     assert "weight on rank 0" in message(muon.check_last_step)
     assert bool((shared.to_local() == 1).all())
-    return norms
 
 
-def test_a_rank_without_parameters_joins_the_collective() -> None:
-    for norms in run_ranks(with_nothing_on_one_rank, 2, timeout=60):
-        assert norms[0] == pytest.approx(math.sqrt(80))
-        assert norms[1] == pytest.approx(1 / math.sqrt(20))
-        assert norms[2:] == [pytest.approx(1.0), 0.0]
-
-
-def with_scaler_and_norm(rank: int, world_size: int) -> bool:
-    """Whether a step with an infinite gradient on rank 1 alone leaves the weights of this rank."""
+@on_ranks(2)
+def test_a_scaler_does_not_hide_the_norm_of_all_ranks(rank: int) -> None:
+    """An infinite gradient on rank 1 alone leaves the weights of each rank."""
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
     muon = Muon([("weight", parameter)])
     parameter.grad = torch.ones_like(parameter)
@@ -181,8 +155,4 @@ def with_scaler_and_norm(rank: int, world_size: int) -> bool:
     # As a GradScaler does, which looks at the gradients of this rank alone.
     muon.found_inf, muon.grad_scale = torch.tensor(float(rank)), None  # type: ignore[attr-defined]
     muon.step()
-    return bool((parameter.to_local() == 1).all())
-
-
-def test_a_scaler_does_not_hide_the_norm_of_all_ranks() -> None:
-    assert run_ranks(with_scaler_and_norm, 2, timeout=60) == [True, True]
+    assert bool((parameter.to_local() == 1).all())

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist.harness import run_ranks
-from tests.dist.small_params import SECONDS
+from tests.dist.harness import on_ranks
 from tests.shared import local, message
 from titan_muon import Hybrid
 from titan_muon.engine.faults import replicas
@@ -79,29 +78,6 @@ INJECTED: dict[str, tuple[Callable[[Model, Hybrid], object], str]] = {
 """Faults of rank 1, and the errors of all ranks."""
 
 
-def inject(rank: int, world_size: int) -> dict[tuple[str, bool], str]:
-    errors = {}
-    for sharded in (True, False):
-        model, optimizer = trained((2, 1) if sharded else None)
-        tensors = [tensor for _, _, tensor in tensors_of(optimizer.optimizers)]
-        kept = [local(tensor).clone() for tensor in tensors]
-        for name, (fault, _) in INJECTED.items():
-            groups = [dict(group) for group in optimizer.param_groups]
-            if rank == 1:
-                with torch.no_grad():
-                    fault(model, optimizer)
-            errors[name, sharded] = message(optimizer.check_replicas)
-            if name == "weight of AdamW" and not sharded:
-                errors["own", False] = message(partial(optimizer.check_replicas, own=["embed*"]))
-            with torch.no_grad():
-                for tensor, before in zip(tensors, kept, strict=True):
-                    local(tensor).copy_(before)
-            for group, old in zip(optimizer.param_groups, groups, strict=True):
-                group.update(old)
-    errors["out of memory", False] = out_of_memory(rank, optimizer)
-    return errors
-
-
 def out_of_memory(rank: int, optimizer: Hybrid) -> str:
     """The error of a comparison in which rank 1 runs out of memory."""
     if rank == 1:
@@ -111,27 +87,36 @@ def out_of_memory(rank: int, optimizer: Hybrid) -> str:
     return f"{error.type.__name__}: {error.value}"
 
 
-def test_every_rank_names_a_difference_and_the_differing_ranks() -> None:
-    for rank, errors in enumerate(run_ranks(inject, 2, timeout=SECONDS)):
-        for name, (_, text) in INJECTED.items():
-            for sharded in (True, False):
-                assert text in errors[name, sharded]
-                assert bool(errors[name, sharded]) == bool(text)
-        assert errors["own", False] == "", "tensors of a single rank may differ"
-        ends = {0: "RuntimeError: OutOfMemoryError: no memory for the sums (on rank 1)"}
-        assert errors["out of memory", False] == ends.get(rank, "OutOfMemoryError: no memory for the sums")
+@on_ranks(2)
+def test_every_rank_names_a_difference_and_the_differing_ranks(rank: int) -> None:
+    for sharded in (True, False):
+        model, optimizer = trained((2, 1) if sharded else None)
+        tensors = [tensor for _, _, tensor in tensors_of(optimizer.optimizers)]
+        kept = [local(tensor).clone() for tensor in tensors]
+        for name, (fault, text) in INJECTED.items():
+            groups = [dict(group) for group in optimizer.param_groups]
+            if rank == 1:
+                with torch.no_grad():
+                    fault(model, optimizer)
+            error = message(optimizer.check_replicas)
+            assert text in error, name
+            assert bool(error) == bool(text), error
+            if name == "weight of AdamW" and not sharded:
+                own = partial(optimizer.check_replicas, own=["embed*"])
+                assert message(own) == "", "tensors of a single rank may differ"
+            with torch.no_grad():
+                for tensor, before in zip(tensors, kept, strict=True):
+                    local(tensor).copy_(before)
+            for group, old in zip(optimizer.param_groups, groups, strict=True):
+                group.update(old)
+    ends = {0: "RuntimeError: OutOfMemoryError: no memory for the sums (on rank 1)"}
+    assert out_of_memory(rank, optimizer) == ends.get(rank, "OutOfMemoryError: no memory for the sums")
 
 
-def on_four_ranks(rank: int, world_size: int) -> list[str]:
-    """2 replicas of 2 shards: the error after rank 3 has changed a shard, and the error without a change."""
+@on_ranks(4)
+def test_a_differing_shard_is_reported_with_the_ranks_of_every_replica(rank: int) -> None:
     model, optimizer = trained((2, 2), state="owner")
-    errors = [message(optimizer.check_replicas)]
+    assert message(optimizer.check_replicas) == ""
     if rank == 3:
         flip_a_bit(model.layers[1].weight)
-    return [*errors, message(optimizer.check_replicas)]
-
-
-def test_a_differing_shard_is_reported_with_the_ranks_of_every_replica() -> None:
-    for before, after in run_ranks(on_four_ranks, 4, timeout=SECONDS):
-        assert before == ""
-        assert "layers.1.weight: ranks [3] differ from ranks [1]" in after
+    assert "layers.1.weight: ranks [3] differ from ranks [1]" in message(optimizer.check_replicas)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from benchmarks.c10d_counter import CollectiveCounter
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks, run_ranks
 from tests.dist.small_params import SECONDS, SHAPES, full, named, parameters, placed, set_gradients
 from tests.shared import equal, message, muon_keywords, whole
 from titan_muon import Expert, Muon
@@ -102,23 +102,17 @@ def out_of_memory(rank: int, params: Params) -> tuple[str, str]:
     return "", ""
 
 
-def refuse(rank: int, world_size: int) -> tuple[dict[str, str], tuple[str, str]]:
-    mesh, messages = init_device_mesh("cpu", (world_size,)), {}
-    for name, (make, options, _) in REFUSED.items():
+@on_ranks(2)
+def test_impossible_and_different_plans_are_refused_on_every_rank(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, (make, options, text) in REFUSED.items():
         mine, params = {key: values[rank] for key, values in options.items()}, make(rank, parameters(mesh), mesh)
-        messages[name] = message(lambda params=params, mine=mine: Muon(params, **muon_keywords(**mine)).build())
-    return messages, out_of_memory(rank, parameters(mesh))
-
-
-def test_impossible_and_different_plans_are_refused_on_every_rank() -> None:
-    results = run_ranks(refuse, 2, timeout=SECONDS)
-    for messages, _ in results:
-        for name, (_, _, text) in REFUSED.items():
-            assert text in messages[name], name
-    assert [error for _, error in results] == [
-        ("OutOfMemory", "tried to allocate 2.00 GiB"),
-        ("RuntimeError", "OutOfMemory: tried to allocate 2.00 GiB (on rank 0)"),
-    ]
+        assert text in message(lambda params=params, mine=mine: Muon(params, **muon_keywords(**mine)).build()), name
+    assert out_of_memory(rank, parameters(mesh)) == (
+        ("RuntimeError", "OutOfMemory: tried to allocate 2.00 GiB (on rank 0)")
+        if rank
+        else ("OutOfMemory", "tried to allocate 2.00 GiB")
+    )
 
 
 # --- unusable gradients: also the rows `raises` of tests/parity ---
@@ -147,59 +141,46 @@ STOPPED: list[tuple[Callable[..., None], Callable[[Muon], object], str]] = [
 """Faults, the call with the error, and its text."""
 
 
-def stop(rank: int, world_size: int) -> list[tuple[str, str]]:
-    mesh, errors = init_device_mesh("cpu", (world_size,)), []
-    for change, ask, _ in STOPPED:
+@on_ranks(2)
+def test_unusable_gradients_give_no_update_and_an_error_on_every_rank(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for change, ask, text in STOPPED:
         params = parameters(mesh)
         optimizer = Muon(named(params), lr=LR, weight_decay=DECAY).build()
         optimizer.step()
         change(rank, params, mesh)
         spoiled = params["layers.1.weight"]
         before = spoiled.to_local().clone()
-        at_once = message(optimizer.step)
+        assert message(optimizer.step) == "", "a rank that raised alone would leave the others waiting"
         # Ranks with the gradient decay their shards.
         assert any(torch.equal(spoiled.to_local(), kept) for kept in (before, before * (1 - LR * DECAY)))
         after = [param.to_local().clone() for param in params.values()]
-        errors.append((at_once, message(partial(ask, optimizer))))
-        assert all(torch.equal(a, b.to_local()) for a, b in zip(after, params.values(), strict=True))
+        assert text in message(partial(ask, optimizer))
+        assert equal(after, [param.to_local() for param in params.values()])
         if change is gradient_missing_here:
             set_gradients(params, mesh, 2)
             assert message(optimizer.step) == message(optimizer.step) == "", "told once"
-    return errors
 
 
-def test_unusable_gradients_give_no_update_and_an_error_on_every_rank() -> None:
-    for errors in run_ranks(stop, 2, timeout=SECONDS):
-        for (at_once, asked), (_, _, text) in zip(errors, STOPPED, strict=True):
-            assert at_once == "", "a rank that raised alone would leave the others waiting"
-            assert text in asked
-
-
-def changed_groups(rank: int, world_size: int) -> tuple[list[str], str]:
-    """Errors after rank 1 changed an iteration, and with an object of a framework in the group."""
-    mesh, errors = init_device_mesh("cpu", (world_size,)), []
+@on_ranks(2)
+def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank(rank: int) -> None:
+    mesh, text = init_device_mesh("cpu", (2,)), "ns_steps, ns_coefficients, eps or algorithm changed since Muon"
     for changes in ({"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}, {"ns_coefficients": [[3.44, -4.78, 2.03]]}):
         optimizer = Muon(named(parameters(mesh))).build()
         optimizer.param_groups[0].update(changes if rank == 1 else {})
         optimizer.step()
-        errors.append(message(optimizer.step))
+        assert text in message(optimizer.step)
     # A list that changes in place.
     optimizer = Muon(named(parameters(mesh)), ns_coefficients=[[3.4445, -4.775, 2.0315]]).build()
     if rank == 1:
         optimizer.param_groups[0]["ns_coefficients"][0][0] = 2.0
     optimizer.step()
-    errors.append(message(optimizer.step))
+    assert text in message(optimizer.step)
     optimizer = Muon(named(parameters(mesh)))
     objects = [object() for _ in range(1 + rank)]
     optimizer.param_groups[0]["framework"] = objects[-1]
     optimizer.build().step()
-    return errors, message(optimizer.step) or message(optimizer.check_replicas)
-
-
-def test_an_iteration_changed_on_a_rank_is_an_error_on_every_rank() -> None:
-    for errors, of_an_object in run_ranks(changed_groups, 2, timeout=SECONDS):
-        assert all("ns_steps, ns_coefficients, eps or algorithm changed since Muon" in text for text in errors)
-        assert of_an_object == "", "the addresses of objects are not compared"
+    assert message(optimizer.step) == message(optimizer.check_replicas) == "", "addresses of objects are not compared"
 
 
 # --- a dead rank ---
@@ -237,24 +218,19 @@ def test_the_death_of_a_rank_in_a_step_is_an_error_on_the_surviving_ranks(tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"0", "2", "3"}
 
 
-def sharded_after_muon(rank: int, world_size: int) -> tuple[str, bool]:
+@on_ranks(2)
+def test_sharding_the_model_after_muon_is_an_error_in_the_first_step(rank: int) -> None:
+    """The first step would otherwise train nothing, and the second name another remedy."""
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
     optimizer = Muon(model.named_parameters())
     before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     model(torch.randn(4, 32)).sum().backward()
     error = message(optimizer.step)
+    assert "no gradient for 0.weight or any other parameter of Muon in the first step" in error
+    assert "after fully_shard" in error
     assert message(optimizer.step) == error, "the check stays until it has passed"
-    return error, all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_sharding_the_model_after_muon_is_an_error_in_the_first_step(world_size: int) -> None:
-    """The first step would otherwise train nothing, and the second name another remedy."""
-    for text, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
-        assert "no gradient for 0.weight or any other parameter of Muon in the first step" in text
-        assert "after fully_shard" in text
-        assert untouched
+    assert equal(before, optimizer.param_groups[0]["params"])
 
 
 # Non-finite matrices: the error comes once, before anything changes, and of the momentum bad elements are reset
@@ -264,9 +240,10 @@ BAD = {"layers.0.weight": (3, 5), "layers.2.experts": (2, 0, 0)}
 """An element of a matrix with rows on both ranks, and an element of the third of four experts."""
 
 
-def after_a_bad_step(rank: int, world_size: int) -> dict[str, Any]:
-    """State after a step with bad gradients, compared with a step with good gradients."""
-    mesh = init_device_mesh("cpu", (world_size,))
+@on_ranks(2)
+def test_a_nonfinite_gradient_is_an_error_in_the_next_step_before_anything_changes(rank: int) -> None:
+    """Beside a step with good gradients."""
+    mesh = init_device_mesh("cpu", (2,))
     params, healthy = parameters(mesh), parameters(mesh)
     optimizer, other = (Muon(named(p)).build() for p in (params, healthy))
     for name, index in BAD.items():
@@ -277,29 +254,23 @@ def after_a_bad_step(rank: int, world_size: int) -> dict[str, Any]:
     other.step()
     stood = [param.full_tensor().clone() for param in params.values()]
     set_gradients(params, mesh, 2)
-    report: dict[str, Any] = {"error": message(optimizer.step)}
-    report["stood"] = equal(stood, map(whole, params.values()))
+    error = message(optimizer.step)
+    assert error.startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
+    assert "on_bad_gradient = 'skip_step'" in error
+    assert equal(stood, map(whole, params.values()))
     pairs = [(optimizer.state[params[name]], other.state[healthy[name]]) for name in SHAPES]
     momenta = [(whole(a["momentum_buffer"]), whole(b["momentum_buffer"])) for a, b in pairs]
-    report["reset"] = [(int((a != b).sum()), int((a == 0).sum())) for a, b in momenta]
+    reset = [(int((a != b).sum()), int((a == 0).sum())) for a, b in momenta]
+    assert reset == [(1, 1), (0, 0), (1, 1)], "of the momentum, the bad element alone is reset"
     # Told once: from here on all is well.
     optimizer.step()
-    report["goes_on"] = not any(torch.equal(a, p.full_tensor()) for a, p in zip(stood, params.values(), strict=True))
-    return report
+    assert not any(torch.equal(a, p.full_tensor()) for a, p in zip(stood, params.values(), strict=True))
 
 
-def test_a_nonfinite_gradient_is_an_error_in_the_next_step_before_anything_changes() -> None:
-    for report in run_ranks(after_a_bad_step, 2, timeout=SECONDS):
-        assert report["reset"] == [(1, 1), (0, 0), (1, 1)], "of the momentum, the bad element alone is reset"
-        assert report["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
-        assert "on_bad_gradient = 'skip_step'" in report["error"]
-        assert report["stood"]
-        assert report["goes_on"]
-
-
-def left_out(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_missing_gradient_is_not_reported_as_nonfinite(rank: int) -> None:
     """Stale buffers of a skipped parameter must not be reported."""
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh("cpu", (2,))
     params = parameters(mesh)
     optimizer = Muon(named(params), expert=Expert(on_bad_gradient="skip_missing")).build()
     optimizer.engine.rank.buffers.memory.take()
@@ -308,8 +279,4 @@ def left_out(rank: int, world_size: int) -> str:
     params["layers.0.weight"].grad = None
     optimizer.step()
     set_gradients(params, mesh, 2)
-    return message(optimizer.step)
-
-
-def test_a_missing_gradient_is_not_reported_as_nonfinite() -> None:
-    assert run_ranks(left_out, 2, timeout=SECONDS) == ["", ""]
+    assert message(optimizer.step) == ""

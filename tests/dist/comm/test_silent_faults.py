@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.comm.test_equality import Model
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks, run_ranks
 from tests.dist.small_params import SECONDS, named, parameters
 from tests.shared import equal, local, message, muon_keywords
 from titan_muon import Hybrid, Muon, clip_grad_norm_
@@ -89,78 +89,54 @@ INJECTED: dict[str, tuple[Callable[[int, Training], object], str]] = {
 """Faults of a step, and the texts in the errors of the next one."""
 
 
-def inject(rank: int, world_size: int) -> dict[str, list[str]]:
-    """By fault: errors of a healthy step, of the faulty step, and of two more steps."""
-    found = {}
-    for name, (fault, _) in INJECTED.items():
+@on_ranks(2)
+def test_every_rank_names_a_silent_fault_at_the_next_step(rank: int) -> None:
+    for name, (fault, text) in INJECTED.items():
         training = Training()
-        errors = found[name] = [message(training.optimizer.step)]
+        assert message(training.optimizer.step) == ""
         training.backward()
         with torch.no_grad():
             fault(rank, training)
-        errors.append(message(training.optimizer.step))
+        assert message(training.optimizer.step) == "", "a rank that raised alone would leave the others waiting"
         group(training, "muon").update(lr=0.02)
         group(training, "adamw").update(betas=(0.9, 0.999))
         training.model.norm.weight.requires_grad_(True)
         training.backward()
         before = training.weights()
-        errors.append(message(training.optimizer.step))
-        assert not errors[-1] or equal(before, training.weights()), "the error comes before anything changes"
+        error = message(training.optimizer.step)
+        assert text in error, name
+        assert bool(error) == bool(text), error
+        assert not error or equal(before, training.weights()), "the error comes before anything changes"
         training.backward()
-        errors.append(message(training.optimizer.step))
+        assert message(training.optimizer.step) == "", "told once"
         assert all(bool(weight.isfinite().all()) for weight in training.weights())
-    return found
 
 
-def test_every_rank_names_a_silent_fault_at_the_next_step() -> None:
-    for errors in run_ranks(inject, 2, timeout=SECONDS):
-        for name, (_, text) in INJECTED.items():
-            healthy, at_once, report, after = errors[name]
-            assert healthy == at_once == after == ""
-            assert bool(report) == bool(text)
-            assert text in report
-
-
-NOT_FINITE: tuple[dict[str, str], ...] = (
-    {},
-    {"on_bad_gradient": "skip_step"},
-)
-
-
-def not_finite(rank: int, world_size: int) -> list[tuple[bool, bool, list[str], str]]:
-    """A step after a nonfinite norm: whether it changes nothing and the next step weights, errors, and warnings."""
-    found = []
-    for options in NOT_FINITE:
-        training = Training(**options)
-        training.optimizer.step()
-        training.backward()
-        if rank == 1:
-            spoil(training.model.embedding.weight.grad)
-        # Only AdamW's gradients are clipped.
-        of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
-        weights, states = training.weights(), training.states()
-        clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
-        training.optimizer.step()
-        kept = equal(weights, training.weights()) and equal(states, training.states())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            errors = [message(training.optimizer.check_last_step)]
-        training.backward()
-        errors.append(message(training.optimizer.step))
-        moves = not any(torch.equal(a, b) for a, b in zip(weights, training.weights(), strict=True))
-        found.append((kept, moves, errors, " ".join(str(warning.message) for warning in caught)))
-    return found
-
-
-def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank() -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"on_bad_gradient": "skip_step"}], ids=str)
+def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank(rank: int, options: dict[str, str]) -> None:
+    training = Training(**options)
+    training.optimizer.step()
+    training.backward()
+    if rank == 1:
+        spoil(training.model.embedding.weight.grad)
+    # Only AdamW's gradients are clipped.
+    of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
+    weights, states = training.weights(), training.states()
+    clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
+    training.optimizer.step()
+    assert equal(weights, training.weights())
+    assert equal(states, training.states())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = message(training.optimizer.check_last_step)
+    warned = " ".join(str(warning.message) for warning in caught)
     text = "the norm of the gradients was not finite (embedding.weight on rank 1)"
-    for found in run_ranks(not_finite, 2, timeout=SECONDS):
-        for options, (kept, moves, (error, after), warned) in zip(NOT_FINITE, found, strict=True):
-            assert kept
-            assert text in (warned if "on_bad_gradient" in options else error)
-            assert bool(error) == ("on_bad_gradient" not in options)
-            assert after == "", "told once"
-            assert moves
+    assert text in (warned if options else error)
+    assert bool(error) != bool(options)
+    training.backward()
+    assert message(training.optimizer.step) == "", "told once"
+    assert not any(torch.equal(a, b) for a, b in zip(weights, training.weights(), strict=True))
 
 
 def skip_a_step(rank: int, world_size: int, folder: str) -> None:
@@ -196,25 +172,3 @@ def test_a_step_after_the_process_group_was_destroyed_is_refused() -> None:
     with fake_world(2):
         muon = Muon([("w", param)]).build()
     assert "the process group of Muon was destroyed" in message(muon.step)
-
-
-def healthy(rank: int, world_size: int) -> list[str]:
-    """Errors and warnings of healthy steps with all checks."""
-    errors = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for options in ({"idle": "hold"}, {"state": "owner"}, {"algorithm": "normuon"}):
-            training = Training(**options)
-            for step in range(40):
-                for name in ("muon", "adamw"):
-                    group(training, name)["lr"] = 0.02 / (1 + step)
-                clip_grad_norm_(training.model.parameters(), 1.0, optimizer=training.optimizer)
-                errors.append(message(training.optimizer.step))
-                training.backward()
-            errors.append(message(training.optimizer.check_replicas))
-    return errors
-
-
-def test_no_check_fires_in_healthy_steps() -> None:
-    for errors in run_ranks(healthy, 2, timeout=60):
-        assert set(errors) == {""}

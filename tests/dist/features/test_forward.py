@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks
 from tests.parity.table import SLOW
-from tests.shared import message, muon_keywords
+from tests.shared import equal, message, muon_keywords
 from titan_muon import Muon, apply_in_forward, muon
 from titan_muon.plugins.forward_hooks import forward_updates
 
@@ -161,47 +161,29 @@ def updates_left(muon: Muon) -> int:
 
 
 def same(a: Run, b: Run) -> bool:
-    return all(map(torch.equal, a.tensors(), b.tensors()))
+    return equal(a.tensors(), b.tensors())
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Whether a run has the bits of a run without `overlap`, pending updates, and bytes sent by both."""
-
-    equal: bool
-    pending: int
-    pending_by_layer: list[int]
-    sent: tuple[int, int]
-
-
-def digits(rank: int, world_size: int) -> dict[str, Digits]:
-    results = {}
+@on_ranks(2)
+def test_every_layer_applies_only_its_updates_in_forward_with_the_bits_of_a_step_without_overlap(rank: int) -> None:
     for name, sharding in CASES.items():
         ours, theirs = (Run(sharding, overlap=overlap) for overlap in ("forward", "none"))
         for step in range(STEPS):
             ours.step(step)
             theirs.step(step)
-        # Each of a step's two passes comes to a layer in forward, and again in backward.
-        by_layer, pending = ours.left[-4 * LAYERS :], updates_left(ours.muon)
+        pending = updates_left(ours.muon)
+        assert pending > 0, name
+        if name == "shards":
+            # Each of a step's two passes comes to a layer in forward, and again in backward.
+            first, others = ours.left[-4 * LAYERS : -3 * LAYERS], ours.left[-3 * LAYERS :]
+            assert pending > first[0] > first[-1] == 0, "the first layer's are applied, and others wait"
+            assert first == sorted(first, reverse=True)
+            assert not any(others)
+        assert name != "one module" or ours.left[-4 * LAYERS] == 0
         sent = ours.muon.exchange.traffic.bytes_sent, theirs.muon.exchange.traffic.bytes_sent
-        results[name] = Digits(same(ours, theirs), pending, by_layer, sent)
-        assert updates_left(ours.muon) == 0
-    return results
-
-
-def test_every_layer_applies_only_its_updates_in_forward_with_the_bits_of_a_step_without_overlap() -> None:
-    for cases in run_ranks(digits, 2):
-        for name, case in cases.items():
-            assert case.equal, name
-            assert case.pending > 0, name
-            assert case.sent[0] == case.sent[1], f"{name}: what is left is no more bytes"
-        shards = cases["shards"]
-        first, others = shards.pending_by_layer[:LAYERS], shards.pending_by_layer[LAYERS:]
-        assert shards.pending > first[0] > first[-1] == 0, "the first layer's are applied, and others wait"
-        assert first == sorted(first, reverse=True)
-        assert not any(others)
-        assert cases["prefetched"].pending_by_layer[0] <= first[0]
-        assert cases["one module"].pending_by_layer[0] == 0
+        assert sent[0] == sent[1], f"{name}: what is left is no more bytes"
+        assert same(ours, theirs), name
+        assert updates_left(ours.muon) == 0, name
 
 
 # --- who else reads or writes weights ---
@@ -252,47 +234,35 @@ BETWEEN: dict[str, Callable[[Run], list[Tensor]]] = {
 """Reads and writes of weights between two steps. After `close` no step follows."""
 
 
-def after_a_step(rank: int, world_size: int) -> list[str]:
-    """The acts that see weights other than in a run without `overlap`, or after which training differs."""
-    differing = []
+@on_ranks(2)
+def test_reads_and_writes_of_weights_apply_pending_updates_first(rank: int) -> None:
     for name, act in BETWEEN.items():
         ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
         for step in range(2):
             ours.step(step)
             theirs.step(step)
         assert updates_left(ours.muon) > 0
-        equal = all(map(torch.equal, act(ours), act(theirs)))
-        for run in (ours, theirs) if name != "close" else ():
-            run.step(3)
-        if not equal or (name != "close" and not same(ours, theirs)):
-            differing.append(name)
-    return differing
-
-
-def test_reads_and_writes_of_weights_apply_pending_updates_first() -> None:
-    assert run_ranks(after_a_step, 2) == [[], []]
+        assert equal(act(ours), act(theirs)), name
+        if name != "close":
+            ours.step(3)
+            theirs.step(3)
+            assert same(ours, theirs), name
 
 
 def buffers(run: Run) -> int:
     return sum(buffer.untyped_storage().nbytes() for buffer in run.muon.engine.rank.buffers.tensors)
 
 
-def memory(rank: int, world_size: int) -> tuple[int, list[int], int]:
-    """Bytes of buffers behind a step, when each layer computes, and behind the forward."""
+@on_ranks(2)
+def test_buffers_live_until_the_last_layer_is_updated(rank: int) -> None:
     run, seen = Run(Sharding()), list[int]()
     run.step(0)
     behind = buffers(run)
     for layer in run.net.layers:
         layer.register_forward_pre_hook(lambda *_: seen.append(buffers(run)))
     evaluate(run)
-    return behind, seen, buffers(run)
-
-
-def test_buffers_live_until_the_last_layer_is_updated() -> None:
-    for behind, seen, after in run_ranks(memory, 2):
-        assert behind > 0
-        assert seen[0] == behind, "the first layer"
-        assert seen[-1] == after == 0, "the last one"
+    assert seen[0] == behind > 0, "the first layer"
+    assert seen[-1] == buffers(run) == 0, "the last one"
 
 
 # --- faults and refusals ---
@@ -335,31 +305,25 @@ MISUSE: tuple[tuple[Callable[[Run], None], Sharding, str], ...] = (
 )
 
 
-def misuse(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for act, sharding, _ in MISUSE:
+@on_ranks(2)
+def test_misuse_of_weights_with_a_pending_update_is_an_error(rank: int) -> None:
+    for act, sharding, expected in MISUSE:
         run = Run(sharding)
         run.step(0)
         assert updates_left(run.muon) > 0
-        messages.append(message(lambda act=act, run=run: act(run)))  # type: ignore[misc]
-    return messages
-
-
-def test_misuse_of_weights_with_a_pending_update_is_an_error() -> None:
-    for messages in run_ranks(misuse, 2):
-        for text, (act, _, expected) in zip(messages, MISUSE, strict=True):
-            assert expected in text, act.__name__
-            assert bool(text) == bool(expected), act.__name__
-            assert not text or "finish_step()" in text
+        text = message(lambda act=act, run=run: act(run))
+        assert expected in text, act.__name__
+        assert bool(text) == bool(expected), text
+        assert not text or "finish_step()" in text
 
 
 def refuse(*_: Any, **__: Any) -> None:
     raise ValueError("no memory for the new plan")
 
 
-def part_replaced(rank: int, world_size: int) -> tuple[str, bool]:
-    """After a refused `rebuild` and the replacement of a weight: the error, and whether the remaining weights are
-    right."""
+@on_ranks(2)
+def test_unreplaced_parameters_keep_the_pending_update(rank: int) -> None:
+    """After a refused `rebuild` and the replacement of a weight."""
     ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
     engine_of = muon.engine_of
     muon.engine_of = refuse if rank == 1 else engine_of
@@ -368,35 +332,25 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool]:
     for run in (ours, theirs):
         run.step(0)
     next(ours.net.layers[1].children())._apply(torch.clone)
-    text = message(ours.muon.finish_step)
+    assert message(ours.muon.finish_step).startswith("layers.1.up.weight: storage was replaced")
     assert (buffers(ours), updates_left(ours.muon)) == (0, 0)
     pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
-    return text, all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
+    assert all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
 
 
-def test_unreplaced_parameters_keep_the_pending_update() -> None:
-    for text, others in run_ranks(part_replaced, 2):
-        assert text.startswith("layers.1.up.weight: storage was replaced")
-        assert others
-
-
-def forgotten(rank: int, world_size: int) -> tuple[int, int]:
-    """What a waiting bucket keeps of the gradients, and what a model keeps of a closed Muon with its momentum."""
+@on_ranks(2)
+def test_a_model_holds_no_reference_to_a_closed_muon_and_a_waiting_bucket_none_to_gradients(rank: int) -> None:
     run = Run(Sharding())
     run.step(0)
     grads = [weakref.ref(p.grad.to_local()) for p in run.net.parameters() if p.grad is not None]  # type: ignore[attr-defined]
     run.net.zero_grad()
     gc.collect()
-    waiting = sum(grad() is not None for grad in grads)
+    assert sum(grad() is not None for grad in grads) == 0
     run.muon.close()
     closed = [weakref.ref(run.muon), *(weakref.ref(s["momentum_buffer"]) for s in run.muon.state.values())]
     del run.muon
     gc.collect()
-    return waiting, sum(left() is not None for left in closed)
-
-
-def test_a_model_holds_no_reference_to_a_closed_muon_and_a_waiting_bucket_none_to_gradients() -> None:
-    assert run_ranks(forgotten, 2) == [(0, 0), (0, 0)]
+    assert sum(left() is not None for left in closed) == 0
 
 
 def bare() -> nn.Sequential:
@@ -404,31 +358,25 @@ def bare() -> nn.Sequential:
     return nn.Sequential(OrderedDict((name, nn.Linear(8, 8, bias=False)) for name in ("inner", "outer")))
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    mesh: DeviceMesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    outside, run = bare(), Run(Sharding())
+@on_ranks(2)
+def test_unfit_results_are_refused_before_the_first_pending_update(rank: int) -> None:
+    mesh: DeviceMesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    outside, half, run = bare(), bare(), Run(Sharding())
     parallelize_module(outside, mesh, {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
     forward = Muon(outside.named_parameters(), overlap="forward")
-    half = bare()
     fully_shard(half.inner, mesh=mesh)
     fully_shard(half.outer, mesh=mesh)
     unattached = Muon(half.named_parameters(), overlap="forward")
     for param in half.parameters():
         param.grad = torch.ones_like(param)
-    return [
-        message(lambda: apply_in_forward(outside, forward)),
-        message(lambda: apply_in_forward(run.net, Muon(run.net.named_parameters()))),
-        message(unattached.step),
-        message(lambda: apply_in_forward(half.inner, unattached)),
-        message(lambda: apply_in_forward(run.net, run.muon)),
-    ]
-
-
-def test_unfit_results_are_refused_before_the_first_pending_update() -> None:
-    for outside, none, unattached, part, twice in run_ranks(refusals, 2):
-        assert twice == "apply_in_forward: was called for this Muon before; call it only once"
-        assert "inner.weight, outer.weight are in no module of fully_shard" in outside
-        assert "build Muon with overlap = 'forward'" in none
-        assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in unattached
-        assert "outer.weight are in no module" in part
-        assert "inner.weight" not in part
+    text = message(lambda: apply_in_forward(outside, forward))
+    assert "inner.weight, outer.weight are in no module of fully_shard" in text
+    text = message(lambda: apply_in_forward(run.net, Muon(run.net.named_parameters())))
+    assert "build Muon with overlap = 'forward'" in text
+    text = message(unattached.step)
+    assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in text
+    text = message(lambda: apply_in_forward(half.inner, unattached))
+    assert "outer.weight are in no module" in text
+    assert "inner.weight" not in text
+    text = message(lambda: apply_in_forward(run.net, run.muon))
+    assert text == "apply_in_forward: was called for this Muon before; call it only once"

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
 from titan_muon import Owners, own
 from titan_muon.engine.tensors.dtensor import local
 from titan_muon.owned import is_owned
@@ -217,38 +217,28 @@ def disturbed(rank: int, world_size: int, reshard: bool | None, event: str) -> l
     return [[float(left)], losses, *gradients]
 
 
-def after_events(rank: int, world_size: int) -> list[list[list[list[float]]]]:
-    return [[disturbed(rank, world_size, reshard, event) for event in ("", *EVENTS)] for reshard in (None, False)]
-
-
-def test_an_interruption_leaves_the_training_unchanged() -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, False])
+def test_an_interruption_leaves_the_training_unchanged(rank: int, reshard: bool | None) -> None:
     """After an evaluation before an update, or a failed pass, nothing is stale or left over."""
-    for results in run_ranks(after_events, 2):
-        for undisturbed, *others in results:
-            assert undisturbed[0] == [0.0]
-            for event, result in zip(EVENTS, others, strict=True):
-                assert result == undisturbed, event
+    undisturbed = disturbed(rank, 2, reshard, "")
+    assert undisturbed[0] == [0.0]
+    for event in EVENTS:
+        assert disturbed(rank, 2, reshard, event) == undisturbed, event
 
 
-def stale(rank: int, world_size: int) -> str:
-    """The error for a change of weights between forward and backward."""
+@on_ranks(1)
+def test_a_change_of_unsharded_weights_is_an_error_on_the_owner(rank: int) -> None:
+    """Between forward and backward."""
     model = make()
     setup = Setup("owned", reshard=False)
-    place(model, setup, data_mesh(world_size, setup, model))
+    place(model, setup, data_mesh(1, setup, model))
     owned_param = model.layers[0].wq.weight
-    loss_of(model, rank, world_size, 0)
+    loss_of(model, rank, 1, 0)
     with torch.no_grad():
         owned_param.mul_(2.0)
-    try:
-        with torch.no_grad():
+        with pytest.raises(RuntimeError, match="owned parameters were changed"):
             model.layers[0](torch.ones(1, 2, 32))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_change_of_unsharded_weights_is_an_error_on_the_owner() -> None:
-    assert all("owned parameters were changed" in text for text in run_ranks(stale, 1))
 
 
 def placed(world_size: int) -> tuple[Net, Owners]:
@@ -259,26 +249,23 @@ def placed(world_size: int) -> tuple[Net, Owners]:
     return model, owners
 
 
-def frozen_later(rank: int, world_size: int) -> list[bool]:
-    """Whether the owner gets a gradient before, during and after a freeze."""
-    model, owners = placed(world_size)
-    owned_param, results = model.layers[1].wv.weight, []
+@on_ranks(2)
+def test_a_matrix_may_be_frozen_and_thawed(rank: int) -> None:
+    model, owners = placed(2)
+    owned_param = model.layers[1].wv.weight
+    is_owner = owners.owners("layers.1.wv.weight") == (rank,)
     for trained in (True, False, True):
         owned_param.requires_grad_(trained)
-        loss_of(model, rank, world_size, 0).backward()
-        results.append(owned_param.grad is not None)
+        loss_of(model, rank, 2, 0).backward()
+        assert (owned_param.grad is not None) == (is_owner and trained)
         model.zero_grad()
-    return results if owners.owners("layers.1.wv.weight") == (rank,) else []
 
 
-def test_a_matrix_may_be_frozen_and_thawed() -> None:
-    assert sorted(run_ranks(frozen_later, 2)) == [[], [True, False, True]]
-
-
-def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
-    """Dtypes of a weight in use, if the policy overrides its dtype too, of the output, and of the owner's gradient."""
+@on_ranks(2)
+def test_the_policy_sets_the_dtypes_of_a_module(rank: int) -> None:
+    """Of a weight in use, also if the policy overrides its dtype, of the output, and of the owner's gradient."""
     block, seen = Block(), []
-    mesh = data_mesh(world_size, Setup("owned"), make())
+    mesh = data_mesh(2, Setup("owned"), make())
     own(block, mesh=mesh, mp_policy=replace(BF16, output_dtype=torch.float64))
     block.norm1.bfloat16(), block.norm2.bfloat16(), block.w1.bias.data.bfloat16()
     block.wq.register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
@@ -286,21 +273,17 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
         module.bias = None
     output = block(torch.ones(1, 2, 32, requires_grad=True))
     output.sum().backward()
-    owned_param = block.wq.weight
     policy = replace(BF16, cast_forward_inputs=False)
     # A field of the frozen policy from PyTorch 2.15 on.
     object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: torch.float64)
     layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
     own(layer, mesh=mesh, mp_policy=policy)
     seen.append(layer(torch.ones(1, 16, dtype=torch.float64)).dtype)
-    return [*seen, output.dtype, owned_param.dtype, *([] if owned_param.grad is None else [owned_param.grad.dtype])]
-
-
-def test_the_policy_sets_the_dtypes_of_a_module() -> None:
-    results = run_ranks(dtypes, 2)
-    assert results[0][:4] == [torch.bfloat16, torch.float64, torch.float64, torch.float32]
-    assert sorted(map(len, results)) == [4, 5], "the owner alone has a gradient"
-    assert {dtype for dtypes in results for dtype in dtypes[4:]} == {torch.float32}
+    assert [*seen, output.dtype] == [torch.bfloat16, torch.float64, torch.float64]
+    owned_param = block.wq.weight
+    grads = on_all_ranks(None if owned_param.grad is None else owned_param.grad.dtype)
+    assert owned_param.dtype == torch.float32
+    assert sorted(grads, key=str) == [None, torch.float32], "the owner alone has a gradient"
 
 
 def reduced(rank: int, world_size: int) -> list[list[float]]:
@@ -336,25 +319,22 @@ def test_gradients_are_reduced_in_fully_shards_dtype() -> None:
     assert none == (half if torch.__version__ < "2.15" else full)
 
 
-def after_an_update(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """The outputs before and after all weights double, of a last module that waits for a backward meanwhile."""
+@on_ranks(2)
+def test_a_forward_after_an_update_without_a_backward_takes_the_new_weights(rank: int) -> None:
+    """A last module waits for a backward meanwhile."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 8, bias=False)
-    own(layer, mesh=init_device_mesh("cpu", (world_size,)), params=[layer.weight])
+    own(layer, mesh=init_device_mesh("cpu", (2,)), params=[layer.weight])
     before = layer(torch.ones(2, 8)).detach()
     with torch.no_grad():
         local(layer.weight).mul_(2)
-    return before, layer(torch.ones(2, 8)).detach()
+    assert torch.equal(layer(torch.ones(2, 8)), 2 * before)
 
 
-def test_a_forward_after_an_update_without_a_backward_takes_the_new_weights() -> None:
-    for before, after in run_ranks(after_an_update, 2):
-        assert torch.equal(after, 2 * before)
-
-
-def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
-    """Where the parameters of each layer are while each computes, forward and then backward; and the bytes then."""
-    model, owners = placed(world_size)
+@on_ranks(2)
+def test_the_next_module_is_prefetched_during_compute(rank: int) -> None:
+    """One layer ahead in forward, one layer back in backward, and at most two at once."""
+    model, owners = placed(2)
     seen: list[list[str]] = []
     held: list[int] = []
 
@@ -362,32 +342,25 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
         seen.append([hooks.group.state.name for hooks in owners.context.hooks])
         held.append(owners.context.unsharded_bytes)
 
-    for layer in model.layers:
-        layer.wq.register_forward_hook(look)
-        layer.w2.register_full_backward_pre_hook(look)
-    loss_of(model, rank, world_size, 0).backward()
-    return seen, held
-
-
-def test_the_next_module_is_prefetched_during_compute() -> None:
-    """One layer ahead in forward, one layer back in backward, and at most two at once."""
+    for block in model.layers:
+        block.wq.register_forward_hook(look)
+        block.w2.register_full_backward_pre_hook(look)
+    loss_of(model, rank, 2, 0).backward()
+    assert seen == [
+        ["UNSHARDED", "UNSHARDING", "OWNED"],
+        ["OWNED", "UNSHARDED", "UNSHARDING"],
+        ["OWNED", "OWNED", "UNSHARDED"],
+        ["OWNED", "UNSHARDING", "UNSHARDED"],
+        ["UNSHARDING", "UNSHARDED", "OWNED"],
+        ["UNSHARDED", "OWNED", "OWNED"],
+    ]
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
-    for seen, held in run_ranks(on_their_way, 2):
-        assert seen == [
-            ["UNSHARDED", "UNSHARDING", "OWNED"],
-            ["OWNED", "UNSHARDED", "UNSHARDING"],
-            ["OWNED", "OWNED", "UNSHARDED"],
-            ["OWNED", "UNSHARDING", "UNSHARDED"],
-            ["UNSHARDING", "UNSHARDED", "OWNED"],
-            ["UNSHARDED", "OWNED", "OWNED"],
-        ]
-        assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]
+    assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]
 
 
-def calls_of_hooks(rank: int, world_size: int, setup: Setup) -> dict[str, int]:
-    """Calls of the post-accumulate hook of each owned parameter in a backward pass."""
-    model = make()
-    place(model, setup, data_mesh(world_size, setup, model))
+@on_ranks(2)
+def test_the_hook_of_an_owned_gradient_is_called_on_the_owner_alone(rank: int) -> None:
+    model, _ = placed(2)
     called = {name: 0 for name, param in model.named_parameters() if is_owned(param)}
 
     def count(name: str, param: Tensor) -> None:
@@ -396,11 +369,7 @@ def calls_of_hooks(rank: int, world_size: int, setup: Setup) -> dict[str, int]:
 
     for name in called:
         model.get_parameter(name).register_post_accumulate_grad_hook(partial(count, name))
-    loss_of(model, rank, world_size, 0).backward()
-    return called
-
-
-def test_the_hook_of_an_owned_gradient_is_called_on_the_owner_alone() -> None:
-    first, second = run_ranks(calls_of_hooks, 2, PLAIN)
+    loss_of(model, rank, 2, 0).backward()
+    first, second = on_all_ranks(called)
     assert first
     assert all(sorted((first[name], second[name])) == [0, 1] for name in first)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks, run_ranks
 from titan_muon.engine.layout.intervals import region
 from titan_muon.engine.tensors.dtensor import layout_of
 
@@ -45,10 +45,9 @@ def predicted(tensor: DTensor, full: Tensor, rank: int) -> Tensor:
     return full
 
 
-def check_random(rank: int, world_size: int, seed: int) -> list[str]:
-    random = Random(seed)
+def check_random(rank: int, world_size: int) -> None:
+    random = Random(0)
     meshes = {shape: init_device_mesh("cpu", shape) for shape in MESHES[world_size]}
-    wrong = []
     for _ in range(CASES):
         mesh = random.choice(MESHES[world_size])
         ndim = random.randint(1, 3)
@@ -56,16 +55,13 @@ def check_random(rank: int, world_size: int, seed: int) -> list[str]:
         placements = drawn_placements(random, ndim, mesh)
         full = torch.arange(prod(shape)).view(shape)
         tensor = distribute_tensor(full, meshes[mesh], placements, src_data_rank=None)
-        if not torch.equal(tensor.to_local(), predicted(tensor, full, rank)):
-            wrong.append(f"{shape} {mesh} {placements}: local")
-        if not torch.equal(tensor.full_tensor(), full):
-            wrong.append(f"{shape} {mesh} {placements}: full")
-    return wrong
+        assert torch.equal(tensor.to_local(), predicted(tensor, full, rank)), (shape, mesh, placements)
+        assert torch.equal(tensor.full_tensor(), full), (shape, mesh, placements)
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_regions_equal_the_storage_of_dtensor(world_size: int) -> None:
-    assert run_ranks(check_random, world_size, 0) == [[]] * world_size
+    run_ranks(check_random, world_size)
 
 
 def over_tensor_parallel(mesh: DeviceMesh, full: Tensor, dim: int) -> DTensor:
@@ -79,18 +75,12 @@ def over_tensor_parallel(mesh: DeviceMesh, full: Tensor, dim: int) -> DTensor:
     return weight
 
 
-def check_fsdp(rank: int, world_size: int, shape: tuple[int, int], dp: int, dim: int) -> tuple[list[int], list[int]]:
-    """FSDP2's storage here, and the prediction; elements are numbered."""
-    mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
-    full = torch.arange(prod(shape)).view(shape)
-    weight = over_tensor_parallel(mesh, full, dim)
-    stored = weight.to_local().detach().long()
-    return stored.flatten().tolist(), predicted(weight, full, rank).flatten().tolist()
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("shape", [(8, 8), (13, 8), (3, 4), (7, 6), (1, 8)])
-def test_regions_equal_the_storage_of_fsdp_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
-    """On 2 x 2, also where rows are uneven or fewer than ranks."""
-    for stored, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
-        assert stored == expected
+@on_ranks(4)
+def test_regions_equal_the_storage_of_fsdp_over_tensor_parallelism(rank: int) -> None:
+    """On 2 x 2, also where rows are uneven or fewer than ranks. Elements are numbered."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for shape in ((8, 8), (13, 8), (3, 4), (7, 6), (1, 8)):
+        for dim in (0, 1):
+            full = torch.arange(prod(shape)).view(shape)
+            weight = over_tensor_parallel(mesh, full, dim)
+            assert torch.equal(weight.to_local().detach().long(), predicted(weight, full, rank)), (shape, dim)

@@ -1,13 +1,15 @@
 """State of an optimizer: new iterations in a state dict, the precision of the momentum, a rank without parameters."""
 
 import copy
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.dist.harness import run_ranks
-from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
+from tests.dist.harness import on_ranks
+from tests.dist.small_params import full, named, parameters, placed, set_gradients
 from tests.shared import equal, local, message
 from tests.unit.test_hybrid import Decoder
 from titan_muon import Expert, Hybrid, Muon
@@ -24,9 +26,9 @@ def averages(optimizer: Muon, params: dict[str, nn.Parameter]) -> list[Tensor]:
     return [optimizer.state[param]["momentum_buffer"].full_tensor() for param in params.values()]
 
 
-def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """After a load of new ns_steps: whether the plan has the new FLOPs, the momentum stays, and steps use ns_steps."""
-    mesh = init_device_mesh("cpu", (world_size,))
+@on_ranks(2)
+def test_a_load_of_other_iterations_plans_again_and_keeps_the_momentum(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
     params = parameters(mesh)
     optimizer = Muon(named(params), lr=0.02, expert=Expert(orthogonalize="reference")).build()
     trained(optimizer, params, mesh, 1)
@@ -34,42 +36,42 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     state = optimizer.state_dict()
     state["param_groups"][0]["ns_steps"] = 3
     optimizer.load_state_dict(state)
-    planned = [5 * matrix.flops for matrix in optimizer.plan.matrices] == [3 * f for f in flops]
+    assert [5 * matrix.flops for matrix in optimizer.plan.matrices] == [3 * f for f in flops]
+    assert equal(before, averages(optimizer, params))
     copies = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
     fresh = Muon(named(copies), lr=0.02, ns_steps=3, expert=Expert(orthogonalize="reference")).build()
     for param, copy_ in zip(params.values(), copies.values(), strict=True):
         fresh.state[copy_]["momentum_buffer"].copy_(optimizer.state[param]["momentum_buffer"])
-    kept = equal(before, averages(optimizer, params))
-    return planned, kept, equal(trained(optimizer, params, mesh, 2), trained(fresh, copies, mesh, 2))
+    assert equal(trained(optimizer, params, mesh, 2), trained(fresh, copies, mesh, 2))
 
 
-def precision(rank: int, world_size: int) -> list[tuple[torch.dtype, float, bool]]:
-    """By `state_dtype`: the momentum's dtype and error after 300 equal gradients of bf16, and whether it is saved."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    results = []
-    for state_dtype in ("float32", "bfloat16"):
-        param = nn.Parameter(placed(full("layers.0.weight", 0).bfloat16(), mesh))
-        param.grad = torch.ones_like(param)
-        optimizer, again = (Muon([("w", param)], lr=0.0, state_dtype=state_dtype).build() for _ in range(2))
-        for _ in range(300):
-            optimizer.step()
-        average = local(optimizer.state[param]["momentum_buffer"])
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        saved = torch.equal(average, local(again.state[param]["momentum_buffer"]))
-        results.append((average.dtype, float((average - 1).abs().max()), saved))
-    return results
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_momentum_of_bfloat16_weights_has_the_dtype_of_the_option(rank: int, dtype: torch.dtype) -> None:
+    """After 300 equal gradients an average in bfloat16 stalls at 0.96."""
+    param = nn.Parameter(placed(full("layers.0.weight", 0).bfloat16(), init_device_mesh("cpu", (2,))))
+    param.grad = torch.ones_like(param)
+    name = str(dtype).removeprefix("torch.")
+    optimizer, again = (Muon([("w", param)], lr=0.0, state_dtype=name).build() for _ in range(2))
+    for _ in range(300):
+        optimizer.step()
+    average = local(optimizer.state[param]["momentum_buffer"])
+    assert average.dtype == dtype
+    assert dtype == torch.bfloat16 or float((average - 1).abs().max()) < 1e-5
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(average, local(again.state[param]["momentum_buffer"]))
 
 
-def frozen_rank(rank: int, world_size: int) -> str:
-    params = parameters(init_device_mesh("cpu", (world_size,)))
+def frozen_rank(rank: int) -> str:
+    params = parameters(init_device_mesh("cpu", (2,)))
     for parameter in params.values():
         parameter.requires_grad_(rank != 1)
     return message(Muon(named(params)).build)
 
 
-def replaced_momentum(rank: int, world_size: int) -> str:
+def replaced_momentum(rank: int) -> str:
     """The error after rank 1 replaced a momentum."""
-    params = parameters(init_device_mesh("cpu", (world_size,)))
+    params = parameters(init_device_mesh("cpu", (2,)))
     muon = Muon(named(params), offload="state").build()
     muon.step()
     if rank == 1:
@@ -79,9 +81,9 @@ def replaced_momentum(rank: int, world_size: int) -> str:
     return message(muon.step)
 
 
-def skipped_by_one_scaler(rank: int, world_size: int) -> str:
+def skipped_by_one_scaler(rank: int) -> str:
     """The error after a step that a scaler with only rank 1's gradients skips, which changes nothing on this rank."""
-    params = parameters(init_device_mesh("cpu", (world_size,)))
+    params = parameters(init_device_mesh("cpu", (2,)))
     muon = Muon(named(params)).build()
     tensors = [*params.values(), *(muon.state[param]["momentum_buffer"] for param in params.values())]
     before = [local(tensor).clone() for tensor in tensors]
@@ -92,9 +94,9 @@ def skipped_by_one_scaler(rank: int, world_size: int) -> str:
     return message(muon.step)
 
 
-def frozen_state_of_one_rank(rank: int, world_size: int) -> str:
+def frozen_state_of_one_rank(rank: int) -> str:
     """The error of a load where rank 1 lacks the states of a parameter that was frozen after the save."""
-    params = parameters(init_device_mesh("cpu", (world_size,)))
+    params = parameters(init_device_mesh("cpu", (2,)))
     muon = Muon(named(params)).build()
     state = muon.state_dict()
     next(iter(params.values())).requires_grad_(False)
@@ -103,7 +105,7 @@ def frozen_state_of_one_rank(rank: int, world_size: int) -> str:
     return message(lambda: muon.load_state_dict(state))
 
 
-def resharded_on_one_rank(rank: int, world_size: int) -> str:
+def resharded_on_one_rank(rank: int) -> str:
     """The error of a rebuild after rank 1 replaced a parameter of AdamW by one with another placement."""
     model = Decoder()
     hybrid = Hybrid(model)
@@ -116,25 +118,16 @@ def resharded_on_one_rank(rank: int, world_size: int) -> str:
     return message(hybrid.rebuild)
 
 
-FAULTS = (frozen_rank, replaced_momentum, skipped_by_one_scaler, frozen_state_of_one_rank, resharded_on_one_rank)
-Results = tuple[tuple[bool, bool, bool], list[tuple[torch.dtype, float, bool]], list[str]]
+FAULTS: dict[Callable[[int], str], str] = {
+    frozen_rank: "no parameter to train on ranks [1]",
+    replaced_momentum: "layers.0.weight: the momentum was replaced",
+    skipped_by_one_scaler: "GradScalers of only some ranks have found",
+    frozen_state_of_one_rank: "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one",
+    resharded_on_one_rank: "resharded since its first step",
+}
 
 
-def all_on_ranks(rank: int, world_size: int) -> Results:
-    errors = [act(rank, world_size) for act in FAULTS]
-    return replan(rank, world_size), precision(rank, world_size), errors
-
-
-def test_the_state_of_an_optimizer_on_two_ranks_and_faults_of_one() -> None:
-    for replanned, momenta, (frozen, replaced, skipped, half, resharded) in run_ranks(all_on_ranks, 2, timeout=SECONDS):
-        assert replanned == (True, True, True), "loading other hyperparameters plans again and keeps the momentum"
-        (wide, error, wide_saved), (narrow, _, narrow_saved) = momenta
-        assert (wide, narrow) == (torch.float32, torch.bfloat16)
-        assert error < 1e-5, "in bfloat16 an average of ones stalls at 0.96"
-        assert wide_saved
-        assert narrow_saved
-        assert "no parameter to train on ranks [1]" in frozen
-        assert "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one" in half
-        assert "resharded since its first step" in resharded
-        assert replaced.startswith("layers.0.weight: the momentum was replaced")
-        assert "GradScalers of only some ranks have found" in skipped
+@on_ranks(2)
+def test_a_fault_in_the_state_of_one_rank_is_an_error_on_every_rank(rank: int) -> None:
+    for act, text in FAULTS.items():
+        assert text in act(rank), act.__name__

@@ -1,5 +1,7 @@
-"""sample.py, evaluate.py and export.py on a run of two ranks: loss, text by seed, weights, bad input."""
+"""A run of two ranks: its files, and sample, evaluate and export on it: loss, text by seed, weights, bad input."""
 
+import gzip
+import json
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,7 @@ import torch
 
 from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.dist.titan.test_trainer_resume import train
-from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.recipe import RecipeError, load
 from titan_muon.trainer.torchtitan import compat
 
 compat.install()
@@ -24,7 +25,7 @@ from titan_muon.trainer.commands.saved_model import open_saved  # noqa: E402
 from titan_muon.trainer.run import job  # noqa: E402
 from titan_muon.trainer.run.runs import Run  # noqa: E402
 from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.trainer.run_folder import RunFolder  # noqa: E402
+from titan_muon.trainer.run_folder import Checksum, RunFolder  # noqa: E402
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
@@ -38,19 +39,19 @@ SHORT = {
 }
 
 
-def trained(rank: int, world_size: int, folder: Path) -> str:
-    return train(tiny.recipe(folder, **SHORT))
+def trained(rank: int, world_size: int, folder: Path) -> Path:
+    return tiny.train(tiny.recipe(folder, **SHORT))
 
 
-def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
+def finished(rank: int, world_size: int, folder: Path, run: Path) -> list[str]:
     """Printed lines of a continued finished run, and the error of the export."""
     lines: list[str] = []
     job.print_on_rank0 = lines.append
-    keys = {**SHORT, "checkpoint__load": run}
-    assert train(tiny.recipe(folder, **keys, checkpoint__load_only=True)) == run
+    keys = {**SHORT, "checkpoint__load": str(run)}
+    assert tiny.train(tiny.recipe(folder, **keys, checkpoint__load_only=True)) == run
     export = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
     with pytest.raises(RecipeError) as error:
-        train(tiny.recipe(folder, **keys | {"placement__muon": "shard0"}, **export))
+        tiny.train(tiny.recipe(folder, **keys | {"placement__muon": "shard0"}, **export))
     return [*lines, str(error.value)]
 
 
@@ -58,7 +59,7 @@ def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     tiny.write_recipe(folder)
-    return Path(run_ranks(trained, 2, folder)[0])
+    return run_ranks(trained, 2, folder)[0]
 
 
 def test_a_recipes_folder_stands_for_its_newest_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +112,7 @@ def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pyte
 
 
 def test_a_finished_run_names_the_next_command_and_refuses_an_export(run: Path) -> None:
-    *lines, error = run_ranks(finished, 2, run.parents[2], str(run))[0]
+    *lines, error = run_ranks(finished, 2, run.parents[2], run)[0]
     (line,) = (line for line in lines if line.startswith("nothing to do: step 2 of 2 is done"))
     assert f"titan-muon evaluate {run} gives the held-out loss" in line
     assert "titan-muon export writes a finished run's model" in error
@@ -202,3 +203,69 @@ def test_a_run_of_an_imported_family_is_exported(run: Path, tmp_path: Path) -> N
     (tmp_path / "their_module.py").unlink()
     refused = subprocess.run([*words[:3], "out2"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (refused.returncode, "imports: there is no module 'their_module'" in refused.stderr) == (2, True)
+
+
+def garbled(rank: int, world_size: int, folder: Path) -> str:
+    run = tiny.train(tiny.recipe(folder, training__steps=3, validator__enable="false"))
+    damaged = next((run / "checkpoint" / "step-3").glob("*.distcp"))
+    damaged.write_bytes(b"\0" * damaged.stat().st_size)
+    # With its own checksum, which would show the damage before the load.
+    sums, checksum = json.loads(damaged.with_name("checksums.json").read_text()), Checksum.of(damaged)
+    sums["files"][damaged.name] = {"bytes": checksum.bytes, "crc32": f"{checksum.crc32:08x}"}
+    damaged.with_name("checksums.json").write_text(json.dumps(sums))
+    with pytest.raises(RecipeError) as error:
+        tiny.train(tiny.recipe(folder, checkpoint__load=str(run)))
+    return str(error.value)
+
+
+def test_a_garbled_checkpoint_with_matching_checksums_is_named(tmp_path: Path) -> None:
+    tiny.write_recipe(tmp_path)
+    message = run_ranks(garbled, 1, tmp_path)[0]
+    for part in ("step-3", "cannot be loaded", "checkpoint.load_step"):
+        assert part in message
+
+
+TWO = {"training__steps": 2, "metrics__log_freq": 2}
+
+
+def run_once(rank: int, world_size: int, folder: Path) -> Path:
+    profiler = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
+    return tiny.train(tiny.recipe(folder, **TWO, **{f"profiler__{key}": value for key, value in profiler.items()}))
+
+
+def test_the_run_folder_has_every_file_of_a_run(tmp_path: Path) -> None:
+    """The resolved recipe, metrics, TensorBoard and a checkpoint of the last step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tiny.write_recipe(tmp_path)
+    folder = run_ranks(run_once, 2, tmp_path)[0]
+    assert load(folder / "recipe.toml").training == tiny.recipe(tmp_path, **TWO).training
+    assert (tmp_path / "runs" / "tiny" / "latest").read_text().strip() == folder.name
+    assert (folder / "checkpoint" / "step-2" / ".metadata").is_file()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    step, validation = lines[1], lines[2]
+    assert {"data", "forward_backward", "clip", "optimizer", "step"} <= step["time"].keys()
+    assert sum(step["time"].values()) <= 2 * step["time"]["step"] + 1e-9
+    assert step["tokens"] == 2 * 2 * 2 * 64
+    assert validation["bits_per_byte"] == pytest.approx(validation["val_loss"] / 0.6931472 * 1.0, rel=0.02)
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
+    assert {"step/tokens_per_second", "time/optimizer", "step/memory_gib"} <= tags
+    assert any(tag.startswith("lr/") for tag in tags)
+    assert (folder / "optimizers.txt").read_text().count("\nMuon step: ") == 1
+    assert_ranges(folder / "profiling" / "traces")
+
+
+def assert_ranges(traces: Path) -> None:
+    """Check that the trace of each rank has a range for every stage of the second step, with the bucket."""
+    files = sorted(traces.rglob("rank*_trace.json*"))
+    assert [file.name.partition("_")[0] for file in files] == ["rank0", "rank1"]
+    for file in files:
+        packed = file.read_bytes()
+        events = json.loads(gzip.decompress(packed) if file.suffix == ".gz" else packed)["traceEvents"]
+        names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        stages = ("advance", "gather", "orthogonalize", "send_back", "apply")
+        assert {"Muon.check", "Muon.tell", *(f"Muon.{stage} bucket 0" for stage in stages)} <= names

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from tests.dist.harness import run_ranks
-from tests.dist.titan.test_trainer_resume import train
+from tests.dist.harness import on_ranks
 from titan_muon.engine.tensors.dtensor import local
 from titan_muon.trainer.fault import RunFault
 from titan_muon.trainer.recipe import RecipeError
@@ -49,48 +48,48 @@ def outcome(folder: Path, name: str, fault: AbstractContextManager[Any] | None =
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
             with nullcontext() if fault is None else fault:
-                train(tiny.recipe(folder, **{"name": name, "checkpoint__enable": "false", **SHORT, **values}))
+                tiny.train(tiny.recipe(folder, **{"name": name, "checkpoint__enable": "false", **SHORT, **values}))
         except (RecipeError, RunFault, FloatingPointError) as error:
             return f"{shown.getvalue()}\n{type(error).__name__}: {error}"
     return shown.getvalue()
+
+
+def write_recipe(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        tiny.write_recipe(folder)
+    dist.barrier()
 
 
 # A number, a size, a choice and a seed.
 OTHER_KEYS = {"adamw__lr": 0.5, "training__seq_len": 32, "optimizer__clip": "all", "data__seed": 7}
 
 
-def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    shown = {key: outcome(folder, "keys", **({key: value} if rank else {})) for key, value in OTHER_KEYS.items()}
+@on_ranks(2)
+def test_different_starts_of_ranks_are_refused_with_key_and_values(rank: int, tmp_path: Path) -> None:
+    """A different recipe key, version, source file or text on one rank ends the start on all ranks."""
+    write_recipe(tmp_path)
+    for key, value in OTHER_KEYS.items():
+        text = outcome(tmp_path, "keys", **({key: value} if rank else {}))
+        assert f"{key.replace('__', '.')} is " in text
+        assert str(value) in text
+        assert "on rank 0" in text
+        assert "on rank 1" in text
+    edited = tmp_path / "edited"
+    if rank:
+        shutil.copytree(tmp_path / "corpus", edited)
+        (edited / "07.txt").write_text("an edited document on one node")
+    text = outcome(tmp_path, "text", **({"data__files": f"{edited}/*.txt"} if rank else {}))
+    assert "RecipeError: ranks were started differently: digest of the text of data.files is " in text
     facts = start.start_facts
 
     def other(recipe: Any) -> dict[str, str]:
         changed = {"version of torch": "0.0", "source file titan_muon/trainer/fault.py": "other"}
         return {**facts(recipe), **(changed if rank else {})}
 
-    edited = folder / "edited"
-    if rank:
-        shutil.copytree(folder / "corpus", edited)
-        (edited / "07.txt").write_text("an edited document on one node")
-        shown["text"] = outcome(folder, "text", data__files=f"{edited}/*.txt")
-    else:
-        shown["text"] = outcome(folder, "text")
     with mock.patch("titan_muon.trainer.run.job.start_facts", other):
-        return {**shown, "code": outcome(folder, "code")}
-
-
-def test_different_starts_of_ranks_are_refused_with_key_and_values(tmp_path: Path) -> None:
-    """A different recipe key, version, source file or text on one rank ends the start on all ranks."""
-    tiny.write_recipe(tmp_path)
-    for shown in run_ranks(other_starts, 2, tmp_path):
-        for key, value in OTHER_KEYS.items():
-            text = shown[key]
-            assert f"{key.replace('__', '.')} is " in text
-            assert str(value) in text
-            assert "on rank 0" in text
-            assert "on rank 1" in text
-        assert "RecipeError: ranks were started differently: digest of the text of data.files is " in shown["text"]
-        assert "version of torch is " in shown["code"]
-        assert "source file titan_muon/trainer/fault.py is " in shown["code"]
+        text = outcome(tmp_path, "code")
+    assert "version of torch is " in text
+    assert "source file titan_muon/trainer/fault.py is " in text
     assert not list((tmp_path / "runs").rglob("recipe.toml"))
 
 
@@ -175,7 +174,8 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
     "nan": (gradients(NOT_FINITE), RARE, (NAN, "tok_embeddings.weight on rank 1")),
     "after the clip": (
         patched(MuonTrainer, "_clip_gradients", after_the_clip, ranks=[1]),
-        {},
+        # The last step, which no later step checks, and no save.
+        {"training__steps": 2},
         # The recipe's key, not Muon's keyword.
         (
             "Error: layers.1.attention.wo.weight: gradient or momentum was not finite",
@@ -225,36 +225,37 @@ def with_unchanged_steps(folder: Path, rank: int, **values: object) -> tuple[str
         return outcome(folder, "kept", gradients(NOT_FINITE)(rank), **values), unchanged
 
 
-def faulty_steps(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], dict[str, tuple[str, list[bool]]]]:
-    shown = {name: outcome(folder, name, fault(rank), **values) for name, (fault, values, _) in FAULTS.items()}
-    return shown, {name: with_unchanged_steps(folder, rank, **values) for name, (values, *_) in KEPT.items()}
-
-
 @pytest.mark.slow
-def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
+@on_ranks(2, timeout=400)
+def test_faults_in_a_step_are_named(rank: int, tmp_path: Path) -> None:
     """The wrong text and a NaN between two reports must not pass in silence."""
-    tiny.write_recipe(tmp_path)
-    ranks = run_ranks(faulty_steps, 2, tmp_path)
-    for shown, kept in ranks:
-        for name, (_, _, words) in FAULTS.items():
-            assert [part for part in words if part not in shown[name]] == [], shown[name]
-            if not words:
-                assert not re.search("warning|Error|Fault", shown[name]), shown[name]
-        for name, (_, error, steps) in KEPT.items():
-            text, unchanged = kept[name]
-            assert unchanged == steps, name
-            assert error in text
-            assert ("FloatingPointError" in text) == bool(error)
-            assert not error or "tok_embeddings.weight on rank 1" in text
+    write_recipe(tmp_path)
+    for name, (fault, values, words) in FAULTS.items():
+        shown = outcome(tmp_path, name, fault(rank), **values)
+        assert [part for part in words if part not in shown] == [], shown
+        assert words or not re.search("warning|Error|Fault", shown), shown
+    for name, (values, error, steps) in KEPT.items():
+        text, unchanged = with_unchanged_steps(tmp_path, rank, **values)
+        assert unchanged == steps, name
+        assert error in text
+        assert ("FloatingPointError" in text) == bool(error)
+        assert not error or "tok_embeddings.weight on rank 1" in text
     for name in ("nan", "kept"):
         assert not list((tmp_path / "runs" / name).rglob("step-*")), "nothing may be saved from a step with NaN"
 
 
-def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+@pytest.mark.slow
+@on_ranks(2, timeout=400)
+def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(rank: int, tmp_path: Path) -> None:
+    """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used.
+
+    A weight beyond all bounds is not saved.
+    """
+    write_recipe(tmp_path)
     saved = {**SAVED, "checkpoint__keep_latest_k": 0}
     resumed = {**saved, "checkpoint__load": "latest", "training__steps": 4}
-    shown = {"first": outcome(folder, "run", **saved)}
-    (steps,) = (folder / "runs" / "run").glob("*/checkpoint")
+    outcome(tmp_path, "run", **saved)
+    (steps,) = (tmp_path / "runs" / "run").glob("*/checkpoint")
 
     def damage(change: Callable[[], object]) -> None:
         dist.barrier()
@@ -265,50 +266,38 @@ def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, s
     newest = steps / "step-3" / "__1_0.distcp"
     damage(lambda: newest.write_bytes(b"\0" * newest.stat().st_size))
     damage(lambda: shutil.copy(steps / "step-1" / "__1_0.distcp", steps / "step-2" / "__1_0.distcp"))
-    shown["resumed"] = outcome(folder, "run", **resumed)
+    text = outcome(tmp_path, "run", **resumed)
+    if rank == 0:
+        for step in (3, 2):
+            assert f"step-{step} is passed over: __1_0.distcp has other bytes than were saved" in text
+        assert "continuing after step 1" in text
 
     poison = gradients(added("layers.1.attention.wo.weight", 2.0**100, step=5))
-    shown["poisoned"] = outcome(folder, "run", poison(rank), **{**resumed, "training__steps": 5})
+    text = outcome(tmp_path, "run", poison(rank), **{**resumed, "training__steps": 5})
     assert not (steps / "step-5").exists()
+    if rank == 0:
+        assert "continuing after step 4" in text
+        assert "step 5: weights are not finite or larger than 1e+06 (layers.1.attention.wo.weight on rank 1)" in text
+
     flipped = steps / "step-4" / ".metadata"
     damage(lambda: flipped.write_bytes(flipped.read_bytes()[:-9] + b"\1" + flipped.read_bytes()[-8:]))
-    shown["flipped"] = outcome(folder, "run", **{**resumed, "checkpoint__load_step": 4, "training__steps": 5})
+    text = outcome(tmp_path, "run", **{**resumed, "checkpoint__load_step": 4, "training__steps": 5})
+    assert "RecipeError: checkpoint.load_step = 4" in text
+    assert ".metadata has other bytes than were saved" in text
 
     def removed(trainer: Any) -> None:
         if trainer.step == 3:
             shutil.rmtree(trainer.checkpointer.folder)
 
-    shown["removed"] = outcome(folder, "removed", gradients(removed, ranks=[0])(rank), **saved)
+    text = outcome(tmp_path, "removed", gradients(removed, ranks=[0])(rank), **saved)
+    assert rank or "was removed; checkpoints up to step 2 are gone" in text
+    assert [path.name for path in (tmp_path / "runs" / "removed").rglob("step-*")] == ["step-3"]
 
     def no_space(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     broken = patched(SummingWriter, "write_data", no_space, ranks=[1])
     for mode in ("disabled", "async"):
-        shown[mode] = outcome(folder, mode, broken(rank), **saved, checkpoint__async_mode=mode)
-    return shown
-
-
-@pytest.mark.slow
-def test_damaged_checkpoints_are_skipped_and_a_full_disk_is_named(tmp_path: Path) -> None:
-    """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used.
-
-    A weight beyond all bounds is not saved.
-    """
-    tiny.write_recipe(tmp_path)
-    shown = run_ranks(damaged_checkpoints, 2, tmp_path)
-    assert "was removed; checkpoints up to step 2 are gone" in shown[0]["removed"]
-    assert [path.name for path in (tmp_path / "runs" / "removed").rglob("step-*")] == ["step-3"]
-    text = shown[0]["resumed"]
-    assert "step-3 is passed over: __1_0.distcp has other bytes than were saved" in text
-    assert "step-2 is passed over: __1_0.distcp has other bytes than were saved" in text
-    assert "continuing after step 1" in text
-    text = shown[0]["poisoned"]
-    assert "continuing after step 4" in text
-    assert "step 5: weights are not finite or larger than 1e+06 (layers.1.attention.wo.weight on rank 1)" in text
-    for rank in shown:
-        assert "RecipeError: checkpoint.load_step = 4" in rank["flipped"]
-        assert ".metadata has other bytes than were saved" in rank["flipped"]
-        for mode in ("disabled", "async"):
-            assert "RunFault: step 1 is not saved in " in rank[mode]
-            assert "No space left on device); no whole checkpoint is left. Free space or " in rank[mode]
+        text = outcome(tmp_path, mode, broken(rank), **saved, checkpoint__async_mode=mode)
+        assert "RunFault: step 1 is not saved in " in text
+        assert "No space left on device); no whole checkpoint is left. Free space or " in text

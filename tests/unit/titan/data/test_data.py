@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import socket
-import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -110,14 +109,6 @@ def test_an_epoch_reads_every_prediction_once_and_drops_less_than_a_block(data):
         assert (wanted - seen).total() == wanted.total() % SEQ_LEN
 
 
-def test_a_block_does_not_depend_on_the_order_of_reading(data):
-    documents, corpus = opened(data)
-    forward, backward = (TokenBlocks(corpus, documents.training, SEQ_LEN, seed=0) for _ in range(2))
-    expected = [forward[k].inputs for k in range(3 * forward.per_epoch)]
-    for k in reversed(range(len(expected))):
-        assert np.array_equal(backward[k].inputs, expected[k])
-
-
 def test_order_follows_the_seed_and_changes_with_the_epoch(data):
     first, again, other = (take(build(replace(data, seed=s)), 20) for s in (1, 1, 2))
     assert torch.equal(torch.cat(first), torch.cat(again))
@@ -162,16 +153,6 @@ def test_a_state_of_different_data_is_refused(data, change):
     state = build(data).state_dict()
     with pytest.raises(ValueError, match="exclude_from_loading"):
         build(replace(data, **change)).load_state_dict(state)
-
-
-def test_the_split_is_disjoint_complete_and_independent_of_the_seed(data):
-    documents = Documents(data)
-    training, validation = set(documents.training.tolist()), set(documents.validation.tolist())
-    assert not training & validation
-    assert len(training | validation) == 40
-    assert 4 <= len(validation) <= 16
-    other = Documents(replace(data, seed=5))
-    assert np.array_equal(documents.validation, other.validation)
 
 
 def held_out(data: Data) -> set[str]:
@@ -307,43 +288,6 @@ def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
     assert len(list(loader)) == loader.batches == 4
 
 
-def test_torchtitan_can_end_the_text_and_share_the_corpus(data, monkeypatch):
-    """The validator builds a loader at every validation; only the first loader opens the corpus."""
-    tokenizer = ByteTokenizer.Config().build()
-    config = dataloader_config(data, validation=True)
-    size = {"seq_len": SEQ_LEN, "local_batch_size": 1}
-    kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, **size}
-    first = take(replace(config, infinite=True).build(**kwargs), 100)
-    monkeypatch.setattr("titan_muon.trainer.data.corpus.cached", lambda *args: pytest.fail("opened the cache again"))
-    second = take(replace(config, infinite=False).build(**kwargs), 100)
-    assert torch.equal(torch.cat(first), torch.cat(second))
-    monkeypatch.undo()
-    training = build(data, infinite=False)
-    assert len(take(training, 1000)) == training.batches < 1000
-
-
-def test_a_thread_makes_the_next_batch_and_a_checkpoint_leaves_it_out(data, monkeypatch):
-    """A damaged document raises with its own batch, in the thread of the trainer."""
-    loader, made = build(data, batch=2), threading.Semaphore(0)
-    make, main = loader._make_batch, threading.current_thread()
-
-    def make_batch(numbers: range):
-        assert threading.current_thread() is not main
-        made.release()
-        if numbers.start >= 4:
-            raise RuntimeError("data.cache: the document is damaged")
-        return make(numbers)
-
-    monkeypatch.setattr(loader, "_make_batch", make_batch)
-    batches = iter(loader)
-    for read in (2, 4):
-        next(batches)
-        assert loader.state_dict()["blocks"] == read
-    assert all(made.acquire(timeout=60) for _ in range(3)), "the third batch is made in the second step"
-    with pytest.raises(RuntimeError, match="is damaged"):
-        next(batches)
-
-
 def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     """The loss covers the first sequences only, and documents may differ in bytes per token."""
     folder = tmp_path / "three"
@@ -440,17 +384,6 @@ def test_a_damaged_document_of_the_cache_is_refused_at_the_first_reading(data):
     assert all(map(torch.equal, take(build(data), 5), before))
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-@pytest.mark.parametrize("at_once", [1, 3, 1000])
-def test_the_documents_tokenized_at_once_change_no_token(data, monkeypatch, tokenizer, at_once):
-    some = replace(data, tokenizer=tokenizer, vocab_size=290)
-    encoder = tokenizer_config(some).build(tokenizer_path="unused")
-    monkeypatch.setattr("titan_muon.trainer.data.corpus._DOCUMENTS_AT_ONCE", at_once)
-    corpus = open_corpus(Documents(some), encoder)
-    for number, (_, content) in enumerate(Documents(some).contents()):
-        assert corpus.document(number).tolist() == encoder.encode(content.decode(), add_bos=True, add_eos=True)
-
-
 @pytest.mark.parametrize("text", ["a line of text\n" * 40, "no line — at all " * 40, "a\n" + "long " * 100])
 def test_the_end_of_a_single_document_is_held_out(data, tmp_path, text):
     (tmp_path / "book.txt").write_text(text)
@@ -483,21 +416,6 @@ def test_the_end_of_each_single_document_of_a_mixture_and_of_tokens_is_held_out(
     assert corpus.document(head)[1:-1].tolist() == list(range(150))
     assert corpus.document(tail)[1:-1].tolist() == list(range(150, 200))
     assert opened(replace(data, files=files[:2]))[0].count == 2, "one stream of two documents"
-
-
-def test_a_failed_build_leaves_no_corpus(data, monkeypatch):
-    def fail(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
-        if any(text.startswith("20") for text in texts):
-            raise RuntimeError("out of order")
-        return [np.array([BOS, *text.encode(), EOS]) for text in texts]
-
-    monkeypatch.setattr(ByteTokenizer, "documents", fail)
-    monkeypatch.setattr("titan_muon.trainer.data.corpus._DOCUMENTS_AT_ONCE", 10)
-    with pytest.raises(RuntimeError, match="out of order"):
-        build(data)
-    assert not [file for suffix in ("arrow", "partial") for file in Path(data.cache).glob(f"corpus-*.{suffix}")]
-    monkeypatch.undo()
-    assert len(take(build(data), 2)) == 2
 
 
 def test_a_cache_in_a_shared_folder_follows_no_planted_link(tmp_path):

@@ -204,14 +204,6 @@ def test_a_file_system_without_locks_causes_a_warning(
     assert "second job" in shown
 
 
-def test_a_mistake_is_printed_by_one_rank_of_a_node(tmp_path: Path) -> None:
-    for rank, lines in (("1", 0), ("0", 1)):
-        command = [sys.executable, "train.py", "--config", "configs/qwen_moe_muon.toml", "--muon.lr=-1"]
-        environment = {**os.environ, "LOCAL_RANK": rank, "RANK": rank}
-        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert (run.returncode, run.stderr.count("error: ")) == (2, lines)
-
-
 def test_an_unexpected_error_ends_the_process_with_exit_code_1() -> None:
     """Even if the exit would wait for a peer, here for a thread."""
     code, shown = run_program(

@@ -108,13 +108,6 @@ def test_the_vocabulary_option_replaces_the_flavors_vocabulary(key: str) -> None
     assert model_spec(*key.split("/"), vocab_size=258, on_cpu=False).model.vocab_size == 258
 
 
-def test_two_specifications_share_no_configuration() -> None:
-    first, second = (model_spec("qwen3", "tiny").model for _ in range(2))
-    first.layers[0].attention.rope.theta = -1.0
-    assert second.layers[0].attention.rope.theta > 0
-    assert first.layers[1].attention.rope.theta > 0
-
-
 @pytest.mark.parametrize("key", TINY)
 def test_initial_values_have_the_stated_deviation(key: str) -> None:
     for name, parameter in initialized(model_spec(*key.split("/")).model).named_parameters():

@@ -370,26 +370,6 @@ def test_a_file_that_this_user_may_not_use_is_refused_by_name(
         agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
 
 
-@pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("enable", [False, True])
-def test_the_group_of_asynchronous_checkpoints_has_a_description(tmp_path: Path, enable: bool) -> None:
-    """The group keeps a separate timeout; without checkpoints the run has no group."""
-    others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
-    config = RunCheckpoints.Config(enable=enable, async_mode="async", initial_load_model_only=False)
-    checkpoints = config.build(states={}, base_folder=str(tmp_path), **others)
-    assert not enable or checkpoints.pg.group_desc == compat.ASYNC_CHECKPOINT
-    checkpoints.close()
-
-
-def test_folders_set_aside_go_with_older_checkpoints(tmp_path: Path) -> None:
-    for name in ("step-2", "step-4", "step-6", "step-8", "aside-3", "aside-7", "aside-7-2"):
-        (tmp_path / name).mkdir()
-    manager = mock.Mock(folder=str(tmp_path), keep_latest_k=2)
-    RunCheckpoints._purge_stale_checkpoints(manager)
-    purged = {Path(call.args[0]).name for call in manager.purge_queue.put.call_args_list}
-    assert purged == {"step-2", "step-4", "aside-3"}
-
-
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     """The new folder of an impossible run is removed, and a continued folder is unchanged."""
     run = finished_run(tmp_path, 3)

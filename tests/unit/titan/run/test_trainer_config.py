@@ -12,13 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import tiny
-from titan_muon.assignment.rules import Assignment
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
 from titan_muon.trainer.torchtitan import compat
 
 compat.install()
 
+from torchtitan.components.quantization import (  # noqa: E402
+    Float8GroupedExpertsConverter,
+    Float8LinearConverter,
+    MXFP8GroupedExpertsConverter,
+    MXFP8LinearConverter,
+    NVFP4LinearConverter,
+)
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
 
 from titan_muon.trainer.checks.machine import refuse_on_cpu  # noqa: E402
 from titan_muon.trainer.model.spec import model_spec  # noqa: E402
@@ -110,24 +117,6 @@ def test_the_start_prints_batch_ranks_and_data(
     assert line == f"training 2 steps of {batch} on 8 ranks (hsdp 2, fsdp 4); the first one takes longest"
 
 
-def test_the_start_counts_the_whole_model_and_lists_every_pipeline_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    stack = Assignment("layers.0.w", (2, 30, 40), "muon", "", None, role="experts")
-    bias = Assignment("b", (80,), "adamw", "", None)
-    whole = (stack, bias)
-    optimizers = SimpleNamespace(parts=SimpleNamespace(whole=whole, frozen=("c",), groups={}), assignments=whole[1:])
-    trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
-    parts = [("plan of 0", "table of 0"), ("plan of 1", "table of 1")]
-    job._print_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
-    shares = "adamw: 1 tensor, 3.2 % of parameters\nmuon: 2 matrices, 96.8 % of parameters\n"
-    counts = f"2,480 parameters on 4 ranks\n{shares}not trained (requires_grad is False): c\n"
-    assert capsys.readouterr().out == f"run {tmp_path}\n{counts}plan of 0\nplan of 1\n"
-    assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"
-
-
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
 def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,29 +128,6 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     monkeypatch.setattr(compat, "init_distributed", init)
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
     assert init.call_args.kwargs["cpu_backend"] == (accelerator and offload)
-
-
-def test_a_start_that_cannot_write_is_refused_on_every_rank_by_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only rank 0 writes, and the other ranks wait for its texts."""
-    sent: list[object] = []
-    trainer = SimpleNamespace(checkpointer=SimpleNamespace(load=lambda: None), close=lambda: sent.append("closed"))
-    for name in ("check_start", "data_facts", "_refuse_late_export", "_stage_texts"):
-        monkeypatch.setattr(job, name, lambda *args: None)
-    trainer.dataloader = trainer.tokenizer = None
-    trainer.parallel_dims = SimpleNamespace(pp=1)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: sent.extend(objects))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "recipe.toml.tmp")
-
-    monkeypatch.setattr(job.runs, "begin", full)
-    error, is_kept = prepare(lambda: trainer, tiny.recipe(tmp_path), monkeypatch, object())
-    assert isinstance(error, RecipeError)
-    assert "No space left on device: 'recipe.toml.tmp'. Free space, " in str(error)
-    assert [str(answer) for answer in sent] == [str(error), "closed"]
-    assert not is_kept
 
 
 def test_a_continued_run_needs_no_initial_checkpoint_and_any_backend_of_torch_is_accepted(tmp_path: Path) -> None:
@@ -217,3 +183,48 @@ def test_a_module_of_plain_torch_is_refused_with_its_name(tmp_path: Path, monkey
     problem = r"model\.name = 'qwen3': .*'layers\.0\.extra' \(Linear\)\. Build these modules by .*Linear\.Config"
     with pytest.raises(RecipeError, match=problem):
         config(tmp_path)
+
+
+# Float8, MXFP8 and NVFP4
+
+
+def converters(folder: Path, **values: object) -> Any:
+    return config(folder, **values).converters
+
+
+def test_float8_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+    assert converters(tmp_path) == ()
+    asked = {"float8__recipe_name": "rowwise_with_gw_hp", "float8__filter_fqns": "wo", "compile__enable": True}
+    linear, experts = converters(tmp_path, float8__linear=True, float8__experts=True, **asked)
+    assert linear == Float8LinearConverter.Config(
+        recipe_name="rowwise_with_gw_hp", filter_fqns=["wo"], model_compile_enabled=True
+    )
+    assert experts == Float8GroupedExpertsConverter.Config(model_compile_enabled=True)
+    (emulated,) = converters(tmp_path, float8__linear=True, float8__emulate=True)
+    assert (emulated.emulate, emulated.model_compile_enabled) == (True, False)
+    assert emulated.filter_fqns == ["lm_head", "router.gate"]
+
+
+def test_mxfp8_and_nvfp4_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+    linear, experts = converters(tmp_path, mxfp8__linear=True, mxfp8__experts=True, mxfp8__pad_multiple=32)
+    chosen = ["attention", "feed_forward", "shared_experts"]
+    assert linear == MXFP8LinearConverter.Config(fqns=chosen)
+    assert experts == MXFP8GroupedExpertsConverter.Config(pad_multiple=32)
+    (four,) = converters(tmp_path, nvfp4__linear=True, nvfp4__fqns="attention.wo", compile__enable=True)
+    assert four == NVFP4LinearConverter.Config(fqns=["attention.wo"], model_compile_enabled=True)
+
+
+def test_the_converters_run_before_the_trainer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = config(tmp_path), list[object]()
+    converter = SimpleNamespace(convert=lambda model: [model])
+    made.converters = (SimpleNamespace(build=lambda: converter),) * 2
+    model = made.model_spec.model
+
+    def init(trainer: object, config: Trainer.Config) -> None:
+        seen.append(config.model_spec.model)
+        raise NotImplementedError
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    with pytest.raises(NotImplementedError):
+        made.build()
+    assert seen == [[[model]]]

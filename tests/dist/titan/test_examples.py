@@ -1,23 +1,32 @@
-"""examples/torchtitan: TorchTitan's own trainer trains, saves and continues with our optimizer under its degrees."""
+"""Examples: TorchTitan's own trainer with our optimizer, torch.optim.Muon in a recipe, and a policy that learns."""
 
 import importlib
 import logging
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+import models
+from examples.rl_loop import train as train_policy
+from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.dist.titan.test_training_layouts import shrink_experts
 from titan_muon.trainer.data import files
 from titan_muon.trainer.recipe.sections import Data
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "torchtitan"
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "torchtitan"
 SEQUENCES, STEPS, HALF = 4, 4, 2
 TOLERANCE = 1e-3
 LAYOUTS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {
@@ -62,7 +71,8 @@ def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tu
 
     real = files._python_files()
     files._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
-    shrink_experts()
+    flavors = models._family("qwen3").FLAVORS
+    flavors["moe_tiny"] = replace(flavors["moe_tiny"], layers=2, dim=64, hidden=64, heads=4, kv_heads=2, experts=4)
     sequences = SEQUENCES // data_ranks
     lines: list[str] = []
     # Not a handler, because TorchTitan's start removes them.
@@ -107,3 +117,55 @@ def test_torchtitans_trainer_trains_saves_and_continues(
     shutil.rmtree(tmp_path / "checkpoint" / f"step-{STEPS}")
     continued = trained(layout, tmp_path)
     assert losses(continued) == {step: loss for step, loss in losses(lines).items() if step > HALF}
+
+
+def losses_of(folder: Path, name: str, config: Path, *words: str) -> dict[int, float]:
+    """The loss of each step of a run of 3 steps."""
+    command = [sys.executable, "train.py", f"--config={config}", *words, f"--name={name}", f"--dump_folder={folder}"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+    return tiny.records(next(folder.glob(f"{name}/*/metrics.jsonl")).parent, "loss")
+
+
+def test_torch_muon_and_muon_have_the_same_losses_of(tmp_path: Path) -> None:
+    tiny.write_recipe(tmp_path)
+    torch_muon = ROOT / "examples" / "torch_muon"
+    # As pip installs the example.
+    info = tmp_path / "torch_muon_in_recipes-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-muon-in-recipes\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[titan_muon.optimizers]\ntorch_muon = torch_muon:entry\n")
+    (tmp_path / "torch_muon.py").write_text((torch_muon / "torch_muon.py").read_text())
+    assert 'torch_muon = "torch_muon:entry"' in (torch_muon / "pyproject.toml").read_text()
+    files = f'["{tmp_path}/corpus/*.txt"]'
+    words = ["--data.source=files", f"--data.files={files}", f"--data.cache={tmp_path}/cache"]
+    words += ["--training.steps=3", "--training.seq_len=64", "--training.global_batch_size=4"]
+    words += ["--optimizer.clip=none", "--metrics.log_freq=1", "--validator.enable=false"]
+    torchs = losses_of(tmp_path, "torchs", torch_muon / "llama.toml", *words)
+    reference = ["--muon.lr", "4e-3", "--muon.expert.orthogonalize", "reference"]
+    ours = losses_of(tmp_path, "ours", ROOT / "configs" / "llama_muon.toml", *words, *reference)
+    assert len(ours) == 3
+    assert torchs == ours
+
+
+def learn(
+    _rank: int, _size: int, iterations: int, offload: bool, coefficients: str
+) -> tuple[list[float], list[Tensor]]:
+    """Rewards and whole weights of a run."""
+    policy, rewards = train_policy(iterations, offload=offload, coefficients=coefficients)
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in policy.parameters()]
+    return rewards, [weight.detach() for weight in weights]
+
+
+def test_the_policy_learns_and_offload_between_phases_changes_no_bit() -> None:
+    """examples/rl_loop.py: the optimizer's states move to the host and back."""
+    offloaded, kept = (run_ranks(learn, 2, 40, offload, "keller_jordan") for offload in (True, False))
+    for (rewards, weights), (expected_rewards, expected) in zip(offloaded, kept, strict=True):
+        assert sum(rewards[-5:]) / 5 > 0.5 > 0.1 > sum(rewards[:5]) / 5
+        assert rewards == expected_rewards
+        assert all(torch.equal(weight, other) for weight, other in zip(weights, expected, strict=True))
+
+
+def test_the_coefficients_of_the_example_reach_muon() -> None:
+    plain, filtered = (learn(0, 1, 3, True, coefficients)[1] for coefficients in ("keller_jordan", "pion"))
+    assert not all(torch.equal(weight, other) for weight, other in zip(plain, filtered, strict=True))

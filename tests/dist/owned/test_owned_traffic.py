@@ -1,9 +1,13 @@
-"""Ranks store whole experts of a stack: steps without collectives, passes with FSDP2's bytes. Bits: tests/parity."""
+"""Ranks store whole matrices and experts: steps without collectives, passes with FSDP2's bytes. Bits: tests/parity."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks import owned_model
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.owned_model import summed_plainly
-from tests.dist.harness import run_ranks
+from benchmarks.owned_model import Setup, summed_plainly
+from tests.dist.harness import on_ranks, run_ranks
 from titan_muon import Expert, Muon, Owners, own
 from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.options import PlacementRule, Split
+from titan_muon.owned import gather
 from titan_muon.owned.param import held_elements, holders
 
 DIM, HIDDEN, LAYERS = 32, 96, 4
@@ -102,11 +108,55 @@ def passes(rank: int, world_size: int, layout: Layout) -> tuple[int, int]:
     return forward.sent, backward.sent
 
 
-def test_passes_of_owned_stacks_move_no_more_than_fsdp() -> None:
-    """On more ranks than experts."""
-    owned, sharded = (run_ranks(passes, 4, Layout(3, placement)) for placement in ("owned", "sharded"))
-    for ours, theirs in zip(zip(*owned, strict=True), zip(*sharded, strict=True), strict=True):
-        assert 0 < sum(ours) <= 1.02 * sum(theirs)
+def dense_passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int]:
+    """`passes` of a dense model, in the second step."""
+    model = owned_model.make(dim=64, hidden=192)
+    owners = owned_model.place(model, setup, owned_model.data_mesh(world_size, setup, model))
+    owned_model.loss_of(model, rank, world_size, 0).backward()
+    before = 0 if owners is None else owners.traffic.bytes_sent
+    with CollectiveCounter() as forward:
+        loss = owned_model.loss_of(model, rank, world_size, 1)
+    with CollectiveCounter() as backward:
+        loss.backward()
+    assert owners is None or owners.traffic.bytes_sent - before <= forward.sent + backward.sent
+    return forward.sent, backward.sent
+
+
+PASSES: list[tuple[Callable[..., tuple[int, int]], int, Any]] = [
+    # More ranks than experts.
+    (passes, 4, Layout(3)),
+    (dense_passes, 2, Setup("owned", reshard=True)),
+    (dense_passes, 4, Setup("owned", reshard=False)),
+    (dense_passes, 8, Setup("owned", reshard=True)),
+]
+
+
+@pytest.mark.parametrize(("count", "ranks", "owned"), PASSES, ids=["experts", "2 ranks", "4 ranks", "8 ranks"])
+def test_passes_of_owned_matrices_move_no_more_than_fsdp(count: Any, ranks: int, owned: Any) -> None:
+    """Over all ranks; FSDP2 pads its shards."""
+    ours, theirs = (run_ranks(count, ranks, each) for each in (owned, replace(owned, placement="sharded")))
+    for mine, fsdps in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
+        assert 0 < sum(mine) <= 1.02 * sum(fsdps)
+
+
+@on_ranks(2)
+def test_the_example_of_the_docs_runs(rank: int) -> None:
+    """docs/placements.md: the step starts no collective, and changes a matrix."""
+    page = Path(__file__).parents[3] / "docs" / "placements.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    model = owned_model.make()
+    start = model.layers[0].wq.weight.detach().clone()
+    names: dict[str, Any] = {"model": model, "mesh": init_device_mesh("cpu", (2,))}
+    names["matrices"] = owned_model.matrices(model)
+    exec(code, names)
+    summed_plainly(model)
+    owned_model.loss_of(model, rank, 2, 0).backward()
+    names["optimizer"].build()
+    with CollectiveCounter() as counter:
+        names["optimizer"].step()
+    assert not counter.calls
+    assert "owner" in names["owners"].table()
+    assert not torch.equal(gather(model.layers[0].wq.weight), start)
 
 
 @dataclass(frozen=True)

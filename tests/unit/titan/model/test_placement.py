@@ -1,4 +1,4 @@
-"""Placement rules: the first match decides, matched parameters are owned, and impossible owners are refused."""
+"""Placement: the first matching rule decides, owners are balanced by cost, and impossible owners are refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import models  # noqa: F401 (registers the families)
 from benchmarks.owned_model import make, matrices
 from tests import tiny
 from titan_muon import Owners, own
+from titan_muon.engine.layout.work import gram_flops, standard_flops
 from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.trainer.dry_run.meta_model import build_meta_model
+from titan_muon.trainer.model.owned_placement import _flops
+from titan_muon.trainer.model.parallelize import with_placement
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import Recipe, RecipeError
+from titan_muon.trainer.recipe.sections import Muon, Placement
 
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
 
@@ -94,3 +101,28 @@ def test_the_rules_of_a_recipe_place_the_matching_parameters(tmp_path: Path) -> 
     names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]
     assert names == {n for n in params if n.startswith("layers") and n.endswith((".wo.weight", "_norm.weight"))}
     assert len(names) > 8
+
+
+def test_owned_matrices_of_another_model_are_refused() -> None:
+    spec = replace(model_spec("qwen3", "tiny"), parallelize_fn=lambda model, **_: model)
+    with pytest.raises(RecipeError, match=r"placement\.muon = 'owned' knows TorchTitan's decoders.*use 'shard0'"):
+        with_placement(spec, Recipe(placement=Placement(muon="owned")))
+
+
+def test_owners_are_balanced_by_the_flops_of_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `auto` takes the Gram iteration for a wide matrix, at a lower cost."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
+    assert flops["cpu"] == standard_flops(1024, 8192, 5)
+    assert flops["cuda"] == gram_flops(1024, 8192, 5, restarts=1) < flops["cpu"]
+    # SOAP's cost grows with the third power of the longer side.
+    for algorithm, tall_costs_more in (("muon", False), ("soap", True)):
+        cost = _flops(Recipe(muon=Muon(algorithm=algorithm)), "cpu")
+        assert (cost(4096, 256) > cost(1024, 1024)) is tall_costs_more, algorithm
+
+
+def test_a_dry_run_counts_a_tied_embedding_once(tmp_path: Path) -> None:
+    """Under spmd_types sharding splits the parameter into two, except with torch 2.14 and newer."""
+    tied = tiny.recipe(tmp_path, model__flavor="0.6B")
+    names = [name for name in build_meta_model(tied, 2, "cuda").parameters if "embedding" in name or "head" in name]
+    assert len(names) == 1

@@ -1,0 +1,164 @@
+"""States of Muon on ranks: stored once, saved without rounding, refused by name. Bits: tests/parity."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
+from tests.parity.checkpoints import load, saved
+from tests.parity.references import ALGORITHM
+from tests.parity.table import ELEMENTS_SMOOTHED, NORMUON_AND_SOAP, ROWS_SMOOTHED, SPHERE, row
+from tests.parity.training import Training
+from tests.shared import equal, local, message, muon_keywords, whole
+from titan_muon import Expert, Muon
+from titan_muon.planner.summary import summarize
+
+SHAPES, MATRICES = ("wide", "tall", "uneven", "experts"), 3 + 8
+ALGORITHMS: dict[str, dict[str, Any]] = {"normuon": ROWS_SMOOTHED, "adamuon": ELEMENTS_SMOOTHED, "muonh": SPHERE}
+INT8 = {"state_dtype": "int8"}
+
+
+def trained(
+    world: int,
+    layout: str,
+    *seeds: int,
+    math: dict[str, Any] | None = None,
+    shapes: tuple[str, ...] = SHAPES,
+    **options: Any,
+) -> Training:
+    """A training after steps with the gradients of `seeds`."""
+    made = Training(row("states", world, (layout,), shapes=shapes, math=math or {}, options=options))
+    for seed in seeds:
+        made.step_on(seed)
+    return made
+
+
+def states(training: Training, key: str = "") -> dict[str, Tensor]:
+    """This rank's states by parameter and key."""
+    return {
+        f"{name.rpartition('.')[2]}.{kind}": local(value)
+        for name, param in training.params.items()
+        for kind, value in training.muon.state[param].items()
+        if key in kind and local(value).numel()
+    }
+
+
+@on_ranks(2)
+def test_the_states_of_an_algorithm_are_on_the_owner_alone(rank: int) -> None:
+    for layout in ("owned", "plain"):
+        for name, math in ALGORITHMS.items():
+            training = trained(2, layout, 1, math=math)
+            calls = training.muon.exchange.collectives.traffic.calls
+            training.step_on(2)
+            calls = training.muon.exchange.collectives.traffic.calls - calls
+            assert layout == "plain" or calls == 0, "owned matrices need no exchange"
+            held = on_all_ranks(len(states(training, "second_moment")))
+            assert sum(held) == (0 if name == "muonh" else MATRICES), (layout, name)
+    elsewhere = trained(2, "fsdp", math=ROWS_SMOOTHED)
+    moments = [elsewhere.muon.build().state[param]["second_moment.0"] for param in elsewhere.params.values()]
+    texts = [message(moment.full_tensor) for moment in moments if not local(moment).numel()]
+    assert texts
+    assert all("load the state with torch.distributed.checkpoint" in text for text in texts)
+
+
+@on_ranks(2)
+def test_states_are_loaded_in_place_or_refused_before_anything_is_loaded(rank: int) -> None:
+    for layout in ("fsdp", "owned", "plain"):
+        training = trained(2, layout, 1, math=ROWS_SMOOTHED)
+        storage = [moment.data_ptr() for moment in states(training, "second_moment").values()]
+        training.muon.load_state_dict(copy.deepcopy(training.muon.state_dict()))
+        assert storage == [moment.data_ptr() for moment in states(training, "second_moment").values()]
+        plain = trained(2, layout, 1).muon.state_dict()
+        before = {name: state.clone() for name, state in states(training).items()}
+        refused = message(lambda training=training, plain=plain: training.muon.load_state_dict(plain))
+        assert "wide: the state dict has no second_moment.0" in refused
+        assert equal(before.values(), states(training).values())
+
+
+@on_ranks(2)
+def test_only_the_buckets_of_soap_travel_in_float32_and_options_of_another_stage_are_in_use(rank: int) -> None:
+    plan = Training(row("widths", 2, ("fsdp",), **NORMUON_AND_SOAP)).muon.plan
+    assert {plan.wire_bytes(bucket) for bucket in plan.buckets} == {2, 4}
+    assert "travel in float32, because their algorithm needs this" in plan.reason
+    # Pipeline stages of one rank, with SOAP on rank 0 alone, and on no rank.
+    mesh, matrix = DeviceMesh("cpu", [rank]), torch.ones(16, 24)
+    params = [(f"{rank}.w", nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)))]
+    groups = [[{"params": params, "algorithm": name}] for name in ("muon" if rank else "soap", "muon")]
+    used, unused = (message(Muon(group, expert=Expert(soap_freq=5)).build) for group in groups)
+    assert used == ""
+    assert "soap_freq = 5 has no effect without algorithm = 'soap'" in unused
+
+
+def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
+    """The norm would stay 0."""
+    param = nn.Parameter(torch.zeros(16, 24))
+    param.grad = torch.ones(16, 24)
+    muon = Muon([("w", param)], **muon_keywords(**{ALGORITHM: "muonh", "weight_decay": 0.0}))
+    muon.step()
+    assert "w: a matrix of zeros, which keeps the norm 0" in message(muon.check_last_step)
+
+
+@on_ranks(4)
+def test_every_momentum_is_stored_once(rank: int) -> None:
+    """`state = "owner"` beside a momentum on every replica."""
+    for layout, shards in (("plain", 1), ("replicated", 1), ("hsdp", 2)):
+        held = []
+        for state in ("owner", "replicated"):
+            training = trained(4, layout, 1, shapes=("wide", "tall", "experts"), state=state)
+            held.append(sum(value.nbytes for value in states(training, "momentum_buffer").values()))
+            assert 4 * summarize(training.muon.plan).ranks[rank].state_elements == held[-1], "as planned"
+        owned = on_all_ranks(held[0])
+        assert sum(owned) == shards * held[1] > max(owned)
+
+
+@on_ranks(2)
+def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused(rank: int) -> None:
+    owner, everyone = (trained(2, "plain", 1, state=state) for state in ("owner", "replicated"))
+    kept = copy.deepcopy(owner.muon.state_dict())
+    owner.step_on(50)
+    for name, param in owner.params.items():
+        param.data.copy_(everyone.params[name].data)
+    owner.muon.load_state_dict(everyone.muon.state_dict())
+    for training in (owner, everyone):
+        training.step_on(2)
+    assert equal(owner.params.values(), everyone.params.values())
+    refused = message(lambda: everyone.muon.load_state_dict(kept))
+    assert "wide: the state dict has no momentum" in refused
+    assert "muon.state with torch.distributed.checkpoint" in refused
+    momenta: list[Any] = [owner.muon.state[param]["momentum_buffer"] for param in owner.params.values()]
+    elsewhere = next(momentum for momentum in momenta if local(momentum).numel() == 0)
+    read = message(elsewhere.full_tensor)
+    assert "the momentum is on its owner alone" in read, "an empty tensor would be taken for the momentum"
+
+
+def eight_bits(rank: int, world_size: int, layout: str, folder: str, reads: bool) -> list[Tensor]:
+    """Whole states after a save, or after a load in place of others."""
+    made = trained(world_size, layout, *((9,) if reads else (1, 2)), math=INT8, shapes=("wide", "uneven", "experts"))
+    state = saved(made, False)
+    if reads:
+        dcp.load(state, checkpoint_id=folder)
+        load(made, False, state)
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    return [whole(value).clone() for param in made.params.values() for value in made.muon.state[param].values()]
+
+
+def test_an_int8_momentum_loads_in_another_layout_and_world_without_rounding(tmp_path: Path) -> None:
+    expected = run_ranks(eight_bits, 4, "hsdp", str(tmp_path), False)[0]
+    for world_size, layout in ((4, "fsdp x tp rows"), (2, "fsdp"), (1, "plain")):
+        assert equal(expected, run_ranks(eight_bits, world_size, layout, str(tmp_path), True)[0]), layout
+
+
+@on_ranks(2)
+def test_blocks_of_an_int8_momentum_across_shards_are_refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(16, 96), mesh, [Shard(1)], src_data_rank=None))
+    text = message(Muon([("w", param)], state_dtype="int8").build)
+    assert "state_dtype = 'int8'" in text
+    assert "w has 96 columns on 2 ranks" in text
