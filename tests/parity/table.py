@@ -360,12 +360,7 @@ def algorithms() -> list[Row]:
         row("normuon, splits", layouts=("fsdp x tp rows", "tp columns"), shapes=(*FUSED,), close=1e-4, **NORMUON),
         row("normuon, forward", options=FORWARD, **NORMUON, **IN_MODULES),
         row("normuon of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON),
-        row(
-            "adamuon of a nan",
-            options=SKIP,
-            gradients={1: ("tall", torch.nan)},
-            **signs,
-        ),
+        row("adamuon of a nan", options=SKIP, gradients={1: ("tall", torch.nan)}, **signs),
         row("cautious, forward", options=FORWARD, math=CAUTIOUS, reference="paper", **IN_MODULES),
         row("warm-up, several buckets", options=SEVERAL, math=papers["warm-up"], reference="paper"),
         row("soap", layouts=(*MIXED, "fsdp x tp columns", "owned"), **SOAP),

@@ -1,7 +1,6 @@
 """The counter of collectives records every kind with the bytes sent by this rank."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.c10d_counter import CollectiveCounter
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks
 
 SPLITS = (([1, 1], [1, 2]), ([2, 4], [1, 4]))
 """Elements received from and sent to every rank."""
 
 
-def unexpected(rank: int, world_size: int) -> dict[str, Any]:
-    """Wrong records of calls with tensors of 6 floats: the operator, and the sent bytes."""
+@on_ranks(2)
+def test_the_counter_records_every_collective_once_with_the_sent_bytes(rank: int) -> None:
+    """Calls with tensors of 6 floats."""
     warnings.simplefilter("ignore", FutureWarning)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh("cpu", (2,))
     # 5 x 2 floats in rows: rank 0 stores 3 rows, rank 1 stores 2 and pads.
     rows = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
     x, pair, (received, sent) = torch.ones(6), [torch.empty(6), torch.empty(6)], SPLITS[rank]
@@ -40,18 +40,10 @@ def unexpected(rank: int, world_size: int) -> dict[str, Any]:
         "barrier": (dist.barrier, 0, 0),
         ("send", "recv")[rank]: ((lambda: dist.send(x, 1)) if rank == 0 else (lambda: dist.recv(x, 0)), 24, 0),
     }
-    wrong = {}
     for operator, (call, *sent_bytes) in calls.items():
         with CollectiveCounter() as counter:
             call()
-        seen = [(c.name, c.sent) for c in counter.calls]
-        if seen != [(operator, sent_bytes[rank])]:
-            wrong[operator] = seen
-    return wrong
-
-
-def test_the_counter_records_every_collective_once_with_the_sent_bytes() -> None:
-    assert run_ranks(unexpected, 2) == [{}, {}]
+        assert [(c.name, c.sent) for c in counter.calls] == [(operator, sent_bytes[rank])]
 
 
 def test_the_counter_refuses_an_unknown_operator() -> None:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.memory_use import allocated
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks, run_ranks
 from tests.machines import machine_file
 from tests.shared import muon_keywords
 from tests.unit.step.test_update import Operators
@@ -342,40 +342,27 @@ def step_and_settle(optimizer: Muon) -> None:
     settle()
 
 
-def measure(rank: int, world_size: int) -> dict[tuple[str, int], tuple[int, ...]]:
-    """By exchange and number of matrices, the bytes of an optimizer and of its second step beside the planned ones:
-
-    kept by construction, new in the step and left by it; and the plan's buffers and working memory.
-    """
-    measured = {}
-    for exchange in EXCHANGES:
-        for number in (8, 32):
-            settle()
-            made = case((world_size,), (ROWS,), (MATRIX,) * number)
-            optimizer, _, kept = allocated(partial(build, made, exchange=exchange))
-            optimizer.step()
-            _, new, left = allocated(partial(step_and_settle, optimizer))
-            cost = summarize(optimizer.plan).ranks[rank]
-            # Parameters and gradients are made by the construction too.
-            kept -= 3 * number * prod(MATRIX) // world_size * FP32
-            new -= cost.buffer_bytes + prod(MATRIX) * BF16
-            measured[exchange, number] = kept, new, left, cost.buffer_bytes, cost.work_bytes
-    return measured
-
-
-def test_memory_is_planned_and_none_is_kept() -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("number", [8, 32])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_memory_is_planned_and_none_is_kept(rank: int, exchange: str, number: int) -> None:
     """oneDNN's own scratch included. gloo gathers and reduces through a copy of the whole buffer, and may keep it."""
-    for measured in run_ranks(measure, 4):
-        for (exchange, number), (kept, new, left, buffers, work) in measured.items():
-            assert kept < SMALL
-            assert new > -SMALL, "buffers and workspace take memory in the step"
-            assert left < (SMALL if exchange == "all_to_all" else buffers)
-            if number == 32:
-                assert new <= 1.1 * buffers
-            if exchange == "all_to_all":
-                # Newton-Schulz holds the matrix twice, the Gram matrix and the polynomial; oneDNN packs two operands.
-                assert new < 6 * prod(MATRIX) * BF16
-                assert prod(MATRIX) * BF16 + new <= 0.1 * buffers + 1.1 * work or number == 8
+    settle()
+    made = case((4,), (ROWS,), (MATRIX,) * number)
+    optimizer, _, kept = allocated(partial(build, made, exchange=exchange))
+    # Parameters and gradients are made by the construction too.
+    assert kept - 3 * number * prod(MATRIX) // 4 * FP32 < SMALL
+    optimizer.step()
+    _, new, left = allocated(partial(step_and_settle, optimizer))
+    cost = summarize(optimizer.plan).ranks[rank]
+    new -= cost.buffer_bytes + prod(MATRIX) * BF16
+    assert new > -SMALL, "buffers and workspace take memory in the step"
+    assert left < (SMALL if exchange == "all_to_all" else cost.buffer_bytes)
+    assert number == 8 or new <= 1.1 * cost.buffer_bytes
+    if exchange == "all_to_all":
+        # Newton-Schulz holds the matrix twice, the Gram matrix and the polynomial; oneDNN packs two operands.
+        assert new < 6 * prod(MATRIX) * BF16
+        assert number == 8 or prod(MATRIX) * BF16 + new <= 0.1 * cost.buffer_bytes + 1.1 * cost.work_bytes
 
 
 METHODS: tuple[dict[str, Any], ...] = (
@@ -387,29 +374,18 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
-def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]:
-    """For each of METHODS on a case of many equal shapes: the counts, and the memory of another step."""
-    counted = []
-    for options in METHODS:
-        optimizer = build(case((world_size,), (ROWS,), (*EXPERTS, *(MATRIX,) * 32)), **options)
-        counts = count(optimizer)
-        _, new, left = allocated(partial(step_and_settle, optimizer))
-        cost = summarize(optimizer.plan).ranks[rank]
-        workspace = (
-            max(batch.whole.numel() for views in optimizer.engine.step.views for _, batch, _ in views.batches) * BF16
-        )
-        new -= cost.buffer_bytes + workspace
-        counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
-    return counted
-
-
-def test_flops_and_memory_equal_the_plan_for_every_method() -> None:
-    """Memory without buffers and the stack. oneDNN's scratch and the momentum of a piece are additional."""
-    for rank, counted in enumerate(run_ranks(count_methods, 4)):
-        for plan, mine, (new, left), (workspace, work) in counted:
-            assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)
-            assert mine.flops == summarize(plan).ranks[rank].ns_flops
-            assert max(work_of.batch for work_of in plan.works) > 1
-            assert left < SMALL
-            assert workspace < work
-            assert 0.5 * (work - workspace) < new <= 1.1 * work
+@on_ranks(4)
+@pytest.mark.parametrize("options", METHODS, ids=str)
+def test_flops_and_memory_equal_the_plan_for_every_method(rank: int, options: dict[str, Any]) -> None:
+    """On many equal shapes; memory without buffers and the stack, of which oneDNN's scratch is no part."""
+    optimizer = build(case((4,), (ROWS,), (*EXPERTS, *(MATRIX,) * 32)), **options)
+    mine, plan = count(optimizer), optimizer.plan
+    _, new, left = allocated(partial(step_and_settle, optimizer))
+    cost = summarize(plan).ranks[rank]
+    assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices) == cost.ns_flops
+    assert max(work.batch for work in plan.works) > 1
+    assert left < SMALL
+    views = optimizer.engine.step.views
+    workspace = max(batch.whole.numel() for view in views for _, batch, _ in view.batches) * BF16
+    assert workspace < cost.work_bytes
+    assert 0.5 * (cost.work_bytes - workspace) < new - cost.buffer_bytes - workspace <= 1.1 * cost.work_bytes

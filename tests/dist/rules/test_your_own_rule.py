@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_ranks
 from tests.parity.references import ALGORITHM
 from tests.parity.table import row
 from tests.parity.training import differences
@@ -70,15 +70,9 @@ def test_the_examples_before_and_instead_compute_their_definitions() -> None:
         torch.testing.assert_close((weight - param.detach()) / (0.2 * 40**0.5), expected, rtol=1e-3, atol=1e-3)
 
 
-def differing(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_examples_have_the_same_bits_on_every_layout(rank: int, name: str) -> None:
     register()
-    different = []
-    for name in NAMES:
-        math = {ALGORITHM: name}
-        fields = {"math": math, "reference": "one process", "shapes": ("wide", "tall", "experts"), "close": 1e-9}
-        different += differences(rank, world_size, row(name, layouts=LAYOUTS, **fields))
-    return different
-
-
-def test_the_examples_have_the_same_bits_on_every_layout() -> None:
-    assert run_ranks(differing, 4) == [[]] * 4
+    fields = {"math": {ALGORITHM: name}, "reference": "one process", "shapes": ("wide", "tall", "experts")}
+    assert differences(rank, 4, row(name, layouts=LAYOUTS, close=1e-9, **fields)) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.harness import run_ranks
+from tests.dist.harness import on_all_ranks, on_ranks
 from titan_muon.trainer.data.loader import dataloader_config
 from titan_muon.trainer.data.tokenizers import ByteTokenizer, tokenizer_config
 from titan_muon.trainer.recipe.sections import Data
@@ -49,24 +49,17 @@ def _build(tokenizer: ByteTokenizer, data: Data):
     return dataloader_config(data).build(tokenizer=tokenizer, **shape)
 
 
-def _start(rank: int, world_size: int, data: Data) -> tuple[str, int, torch.Tensor, str]:
-    """The error of a failed build, the documents of a slow build and the labels, and the trained tokenizer."""
-    with pytest.raises(RuntimeError) as error:
+@on_ranks(3)
+def test_one_process_builds_the_cache_and_every_rank_reads_it(rank: int, data: Data) -> None:
+    """A failed build is an error on every rank."""
+    with pytest.raises(RuntimeError, match="the disk is full"):
         _build(_Failing(ByteTokenizer.Config()), data)
     dist.barrier()
     labels = _labels(_build(_Slow(ByteTokenizer.Config()), data), 3)
-    dist.barrier()
+    assert sorted(on_all_ranks(_Slow.calls)) == [0, 0, 20]
+    assert all(torch.equal(labels, others) for others in on_all_ranks(labels))
     bpe = tokenizer_config(replace(data, tokenizer="bpe", vocab_size=270)).build()
-    return str(error.value), _Slow.calls, labels, bpe.fingerprint
-
-
-def test_one_process_builds_the_cache_and_every_rank_reads_it(data):
-    """A failed build is an error on every rank."""
-    errors, calls, labels, tokenizers = zip(*run_ranks(_start, 3, data), strict=True)
-    assert errors == ("the disk is full",) * 3
-    assert sorted(calls) == [0, 0, 20]
-    assert all(torch.equal(labels[0], others) for others in labels)
-    assert len(set(tokenizers)) == len(list(Path(data.cache).glob("bpe-*.arrow"))) == 1
+    assert len(set(on_all_ranks(bpe.fingerprint))) == len(list(Path(data.cache).glob("bpe-*.arrow"))) == 1
 
 
 class _Stuck(ByteTokenizer):

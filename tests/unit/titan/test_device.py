@@ -1,12 +1,10 @@
 """Device-dependent choices are in one file, and a recipe can override each choice on any device."""
 
 import ast
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from titan_muon.trainer import device
 
@@ -54,13 +52,3 @@ def test_passes_are_in_float32_on_a_cpu_without_instructions_for_bfloat16(
     assert device.passes_dtype("auto", "cpu") == ("bfloat16" if instructions else "float32")
     assert device.passes_dtype("auto", "cuda") == "bfloat16"
     assert device.passes_dtype("bfloat16", "cpu") == "bfloat16"
-
-
-def test_a_stopwatch_sums_the_time_inside_of_the_context_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", iter((0.0, 1.0, 10.0, 12.0)).__next__)
-    watch = device.Stopwatch(torch.device("cpu"))
-    for _ in range(2):
-        with watch:
-            pass
-    assert watch.take() == 3
-    assert watch.take() == 0

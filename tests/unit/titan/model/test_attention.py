@@ -65,16 +65,6 @@ def test_values_and_gradients_equal_separate_documents(kv_heads, value_dim, scal
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
-def test_half_precision_is_rounded_once_after_attention_in_float32() -> None:
-    allowed = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    mask = DenseMask(allowed)
-    q, k, v = (torch.randn(1, LENGTH, 2, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
-    attend = DenseMaskAttention.Config().build()
-    rounded = attended(attend, q, k, v, attention_masks=mask)
-    exact = attended(attend, q.float(), k.float(), v.float(), attention_masks=mask)
-    assert torch.equal(rounded, exact.bfloat16())
-
-
 def test_every_forward_builds_a_single_mask_per_batch() -> None:
     model = _model()
     share_dense_mask(model)

@@ -71,10 +71,7 @@ def test_a_bad_base_names_the_chain(tmp_path: Path, base: str, own: str, parts: 
             "[muon]\nexchange = 'all_gather'",
             ['unknown key muon.exchange = "all_gather"', "Did you mean muon.expert.exchange?"],
         ),
-        (
-            "[muon]\nmissing_grad = 'skip'",
-            ["Did you mean muon.expert.on_bad_gradient?"],
-        ),
+        ("[muon]\nmissing_grad = 'skip'", ["Did you mean muon.expert.on_bad_gradient?"]),
         ("[muon]\nexchang = 'all_gather'", ["Did you mean muon.expert.exchange?"]),
         ("[muon.expert]\nexchang = 'all_gather'", ["Did you mean muon.expert.exchange?", "keep_buffers"]),
         ("[muon.exprt]\nfused = true", ["Did you mean [muon.expert]?"]),

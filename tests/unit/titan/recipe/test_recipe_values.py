@@ -75,11 +75,7 @@ REFUSED = [
     (f"{RULE}'muon'\noptions = {{lr = -1}}", "optimizer.rule[0].options.lr = -1.0", "0 or more"),
     (f"{RULE}'adamw'\noptions = {{lr = 'x'}}", 'optimizer.rule[0].options.lr = "x"', "a finite number"),
     (f"{RULE}'adamw'\noptions = {{momentum = 1}}", "options.momentum = 1", "options takes lr, betas"),
-    (
-        f"{RULE}'muon'\noptions = {{expert = {{x = 1}}}}",
-        "optimizer.rule[0].options.expert",
-        "write its keys under [muon.expert]",
-    ),
+    (f"{RULE}'muon'\noptions = {{expert = {{x = 1}}}}", "optimizer.rule[0].options.expert", "write its keys under"),
     (f"{RULE}'mine'\noptions = {{x = 2024-01-01}}", "optimizer.rule[0].options.x = 2024-01-01", "a string"),
 ]
 
@@ -109,10 +105,7 @@ def test_values_at_the_limits_of_relations_are_accepted(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (OptionError("ns_steps", "= 0 is not accepted; it takes 1 or more"), "muon.ns_steps = 0 is not accepted; it "),
-        (
-            OptionError("buffer_gib", "= 1 is too small: 5 matrices take at least 1.5 GiB"),
-            "muon.expert.buffer_gib = 1 is too small: 5 matrices take at least 1.5 GiB",
-        ),
+        (OptionError("buffer_gib", "= 1 is too small: 5 matrices take at least 1.5 GiB"), "muon.expert.buffer_gib ="),
         (ValueError("muon.split: nothing matches"), "muon.split: nothing matches"),
     ],
 )
@@ -159,29 +152,13 @@ LAYOUTS = [
     ("ep=3", 1, "expert_parallel_degree = 3 is not accepted on 1 rank; it takes a divisor of"),
     ("replicate=2 ep=4", 4, "tensor = 2 x 1 x 1 = 2."),
     ("local=4 batch=16", 4, ""),
-    (
-        "local=4 batch=16",
-        8,
-        "local_batch_size x data-parallel ranks = 4 x 8 = 32. training.local_batch_size = 2 (or -1) k",
-    ),
+    ("local=4 batch=16", 8, "local_batch_size x data-parallel ranks = 4 x 8 = 32. training.local_batch_size = 2 (or"),
     ("local=4 batch=16 replicate=2 tp=2", 8, ""),
-    (
-        "local=4 batch=16 replicate=2 tp=2",
-        16,
-        "training.global_batch_size = 16 is not accepted on 16 ranks; it takes -1",
-    ),
-    (
-        "local=-1 batch=8",
-        3,
-        "training.global_batch_size = 8 is not accepted on 3 ranks; it takes a multiple of the 3 d",
-    ),
+    ("local=4 batch=16 replicate=2 tp=2", 16, "training.global_batch_size = 16 is not accepted on 16 ranks; it takes"),
+    ("local=-1 batch=8", 3, "training.global_batch_size = 8 is not accepted on 3 ranks; it takes a multiple of the 3"),
     ("local=-1 batch=8 pp=2 microbatch=3", 4, "microbatch_size = 3 is not accepted; it takes a divisor of the 4 sequ"),
     ("tp=4 length=12", 4, ""),
-    (
-        "tp=4 length=14",
-        4,
-        "parallelism.tensor_parallel_degree = 4 cannot cut training.seq_len = 14, which is not a multip",
-    ),
+    ("tp=4 length=14", 4, "parallelism.tensor_parallel_degree = 4 cannot cut training.seq_len = 14, which is"),
     ("cp=2 length=12", 4, ""),
     ("cp=2 length=14", 4, "not a multiple of 4"),
     ("tp=2 cp=2 length=24", 4, ""),

@@ -11,18 +11,15 @@ import pytest
 import torch
 
 from tests import tiny
+from titan_muon.trainer.commands.hugging_face import save
+from titan_muon.trainer.commands.saved_model import SavedModel
+from titan_muon.trainer.data.tokenizers import tokenizer_config
 from titan_muon.trainer.model.attention import share_dense_mask
+from titan_muon.trainer.model.hugging_face import hf_config
+from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe, RecipeError
-from titan_muon.trainer.torchtitan import compat
 
 transformers = pytest.importorskip("transformers")
-compat.install()
-
-from titan_muon.trainer.commands.hugging_face import save  # noqa: E402
-from titan_muon.trainer.commands.saved_model import SavedModel  # noqa: E402
-from titan_muon.trainer.data.tokenizers import tokenizer_config  # noqa: E402
-from titan_muon.trainer.model.hugging_face import hf_config  # noqa: E402
-from titan_muon.trainer.model.spec import model_spec  # noqa: E402
 
 
 def as_it_is(model: Any) -> None:

@@ -10,30 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from tests import tiny
-from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
-from torchtitan.components.quantization import (  # noqa: E402
+from torchtitan.components.quantization import (
     Float8GroupedExpertsConverter,
     Float8LinearConverter,
     MXFP8GroupedExpertsConverter,
     MXFP8LinearConverter,
     NVFP4LinearConverter,
 )
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.trainer import Trainer
 
-from titan_muon.trainer.checks.machine import refuse_on_cpu  # noqa: E402
-from titan_muon.trainer.model.spec import model_spec  # noqa: E402
-from titan_muon.trainer.run import job  # noqa: E402
-from titan_muon.trainer.run.console import print_on_rank0  # noqa: E402
-from titan_muon.trainer.run.runs import Run  # noqa: E402
-from titan_muon.trainer.run.signals import StopSignals  # noqa: E402
-from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
+from tests import tiny
+from titan_muon.trainer.checks.machine import refuse_on_cpu
+from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
+from titan_muon.trainer.run import job
+from titan_muon.trainer.run.console import print_on_rank0
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.signals import StopSignals
+from titan_muon.trainer.run.trainer_config import trainer_config
 
 
 def config(folder: Path, world_size: int = 1, **values: object):
@@ -125,7 +120,7 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     init = mock.Mock()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(job, "on_accelerator", lambda: accelerator)
-    monkeypatch.setattr(compat, "init_distributed", init)
+    monkeypatch.setattr("titan_muon.trainer.torchtitan.compat.init_distributed", init)
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
     assert init.call_args.kwargs["cpu_backend"] == (accelerator and offload)
 
