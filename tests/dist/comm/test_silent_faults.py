@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist.comm.test_equality import Model
+from tests.dist.comm.test_replicas import decoder
 from tests.dist.harness import on_ranks, run_ranks
 from tests.dist.small_params import SECONDS, named, parameters
 from tests.shared import equal, local, message, muon_keywords
@@ -26,8 +26,7 @@ class Training:
     """A small sharded model on 2 ranks, and the optimizer."""
 
     def __init__(self, **muon: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Model()
+        self.model = decoder()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
         keywords = muon_keywords(**muon)
         self.optimizer = Hybrid(self.model, lr=0.02, expert=keywords.pop("expert"), muon=keywords).build()
@@ -65,24 +64,24 @@ def one_step_more(rank: int, training: Training) -> None:
 INJECTED: dict[str, tuple[Callable[[int, Training], object], str]] = {
     "learning rate": (
         lambda rank, training: group(training, "muon").update(lr=0.02 * (1 + rank)),
-        "lr of muon's group of layers.0.weight is 0.02 on ranks [0] and 0.04 on ranks [1]",
+        "lr of muon's group of layers.0.up.weight is 0.02 on ranks [0] and 0.04 on ranks [1]",
     ),
     "betas of AdamW": (
         lambda rank, training: group(training, "adamw").update(betas=(0.9, 0.999 - 0.1 * rank)),
-        "betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.899",
+        "betas of adamw's group of embed.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.899",
     ),
     "one step more": (one_step_more, "number of steps is 2 on ranks [0] and 3 on ranks [1]"),
     "no gradient of AdamW": (
-        lambda rank, training: rank and drop(training.model.embedding.weight),
-        "no gradient for embedding.weight",
+        lambda rank, training: rank and drop(training.model.embed.weight),
+        "no gradient for embed.weight",
     ),
     "frozen in training": (
-        lambda rank, training: drop(training.model.norm.weight.requires_grad_(False)),
-        "no gradient for norm.weight",
+        lambda rank, training: drop(training.model.layers[0].norm.weight.requires_grad_(False)),
+        "no gradient for layers.0.norm.weight",
     ),
     "nan of AdamW": (
-        lambda rank, training: rank and spoil(training.model.embedding.weight.grad),
-        "embedding.weight: gradient or momentum was not finite",
+        lambda rank, training: rank and spoil(training.model.embed.weight.grad),
+        "embed.weight: gradient or momentum was not finite",
     ),
     "nothing": (lambda rank, training: None, ""),
 }
@@ -100,7 +99,7 @@ def test_every_rank_names_a_silent_fault_at_the_next_step(rank: int) -> None:
         assert message(training.optimizer.step) == "", "a rank that raised alone would leave the others waiting"
         group(training, "muon").update(lr=0.02)
         group(training, "adamw").update(betas=(0.9, 0.999))
-        training.model.norm.weight.requires_grad_(True)
+        training.model.layers[0].norm.weight.requires_grad_(True)
         training.backward()
         before = training.weights()
         error = message(training.optimizer.step)
@@ -119,9 +118,9 @@ def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank(rank: in
     training.optimizer.step()
     training.backward()
     if rank == 1:
-        spoil(training.model.embedding.weight.grad)
+        spoil(training.model.embed.weight.grad)
     # Only AdamW's gradients are clipped.
-    of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
+    of_adamw = [training.model.embed.weight, *training.model.layers[0].norm.parameters()]
     weights, states = training.weights(), training.states()
     clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
     training.optimizer.step()
@@ -131,7 +130,7 @@ def test_a_nonfinite_norm_skips_the_update_and_names_parameter_and_rank(rank: in
         warnings.simplefilter("always")
         error = message(training.optimizer.check_last_step)
     warned = " ".join(str(warning.message) for warning in caught)
-    text = "the norm of the gradients was not finite (embedding.weight on rank 1)"
+    text = "the norm of the gradients was not finite (embed.weight on rank 1)"
     assert text in (warned if options else error)
     assert bool(error) != bool(options)
     training.backward()

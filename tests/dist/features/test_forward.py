@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tests.dist.harness import on_ranks
 from tests.parity.table import SLOW
 from tests.shared import equal, message, muon_keywords
-from titan_muon import Muon, apply_in_forward, muon
+from titan_muon import Muon, apply_in_forward
 from titan_muon.plugins.forward_hooks import forward_updates
 
 FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
@@ -315,27 +315,6 @@ def test_misuse_of_weights_with_a_pending_update_is_an_error(rank: int) -> None:
         assert expected in text, act.__name__
         assert bool(text) == bool(expected), text
         assert not text or "finish_step()" in text
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise ValueError("no memory for the new plan")
-
-
-@on_ranks(2)
-def test_unreplaced_parameters_keep_the_pending_update(rank: int) -> None:
-    """After a refused `rebuild` and the replacement of a weight."""
-    ours, theirs = (Run(Sharding(), overlap=overlap) for overlap in ("forward", "none"))
-    engine_of = muon.engine_of
-    muon.engine_of = refuse if rank == 1 else engine_of
-    assert "no memory for the new plan" in message(ours.muon.rebuild)
-    muon.engine_of = engine_of
-    for run in (ours, theirs):
-        run.step(0)
-    next(ours.net.layers[1].children())._apply(torch.clone)
-    assert message(ours.muon.finish_step).startswith("layers.1.up.weight: storage was replaced")
-    assert (buffers(ours), updates_left(ours.muon)) == (0, 0)
-    pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
-    assert all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
 
 
 @on_ranks(2)

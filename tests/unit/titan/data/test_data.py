@@ -142,12 +142,6 @@ def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path,
     assert torch.equal(resumed, stream[40 : 40 + len(resumed)])
 
 
-def test_a_second_iteration_continues(data):
-    """TorchTitan may ask for a new iterator: no block comes twice and none is left out."""
-    loader = build(data)
-    assert torch.equal(torch.cat(take(loader, 3) + take(loader, 3)), torch.cat(take(build(data), 6)))
-
-
 @pytest.mark.parametrize("change", [{"seed": 9}, {"validation_fraction": 0.5}, {"tokenizer": "bpe", "vocab_size": 260}])
 def test_a_state_of_different_data_is_refused(data, change):
     state = build(data).state_dict()
@@ -352,12 +346,6 @@ def test_bpe_is_trained_on_the_training_side(data):
     texts = list(Documents(bpe).training_texts())
     assert len(texts) < 40
     assert sum(len(tokenizer.encode(text)) for text in texts) < 0.9 * sum(map(len, texts))
-
-
-def test_changed_text_is_tokenized_again(data, tmp_path):
-    before = build(data).fingerprint
-    (tmp_path / "text" / "00.txt").write_text("changed")
-    assert build(data).fingerprint != before
 
 
 @pytest.mark.parametrize(("kind", "share"), [("documents", 0.9), ("bpe", 0.5), ("corpus", 0)])

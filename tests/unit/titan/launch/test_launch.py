@@ -142,17 +142,6 @@ def test_a_rank_that_ended_is_named_by_a_rank_that_fails(capfd: pytest.CaptureFi
     assert f"error: rank 1 (process {ended.pid} on {socket.gethostname()}) ended" in capfd.readouterr().err
 
 
-def test_a_late_live_rank_is_named_once_and_no_rank_while_all_wait(capfd: pytest.CaptureFixture[str]) -> None:
-    """As in a save longer than the timeout. The late rank also looks for late ranks, at another stage."""
-    store = dist.HashStore()
-    with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
-        time.sleep(1.5)
-        assert capfd.readouterr().err == ""
-        ahead.advance()
-        time.sleep(1.5)
-    assert capfd.readouterr().err.count("rank 1 (") == 1
-
-
 def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
     rank = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
     limits = [rank.timeout]

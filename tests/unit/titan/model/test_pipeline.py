@@ -23,11 +23,6 @@ PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",)
 SEED = 7
 
 
-def placed(**degrees: object) -> object:
-    recipe = Recipe(parallelism=Parallelism(**{"pipeline_parallel_degree": 2, **degrees}))
-    return with_placement(model_spec("qwen3", "tiny"), recipe)
-
-
 def started(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.clone() for name, parameter in model.state_dict().items()}
 
@@ -70,11 +65,6 @@ def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
         parts[0].init_weights(buffer_device=None)
     alone = initialized(spec.model, recipe.debug.seed)
     assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)
-
-
-def test_schedules_are_accepted() -> None:
-    for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"):
-        placed(pipeline_parallel_schedule=schedule)
 
 
 def test_the_parts_of_a_recipe_reach_torchtitan_as_lists(tmp_path: Path) -> None:

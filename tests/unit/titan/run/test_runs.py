@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -465,11 +463,6 @@ def test_a_run_of_version_0_2_has_no_typed_keys_and_continues(tmp_path: Path) ->
     folder = RunFolder(run)
     assert (folder.id, folder.typed, folder.world_size, folder.tokenizer) == (None, (), None, None)
     assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).folder == str(run)
-
-
-def test_reading_a_run_imports_no_torch() -> None:
-    code = "import sys, titan_muon.trainer.run_folder; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_the_tokenizer_of_a_run_is_read_when_its_text_is_gone(tmp_path: Path) -> None:

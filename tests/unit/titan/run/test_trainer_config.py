@@ -94,24 +94,6 @@ def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(tmp_path: Path)
     config(tmp_path, 2, **values)
 
 
-def test_the_start_prints_batch_ranks_and_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    trainer: Any = SimpleNamespace(
-        config=config(tmp_path, training__local_batch_size=3, training__seq_len=500),
-        parallel_dims=SimpleNamespace(pp=1, dp_replicate=2, dp_shard=4, cp=1, tp=1, ep=1),
-        gradient_accumulation_steps=2,
-        dataloader=None,
-        step=4,
-    )
-    job._print_start(trainer, tiny.recipe(tmp_path), Run("runs/x"))
-    data, line = capsys.readouterr().out.splitlines()
-    assert data == "data: c4 by TorchTitan's loader, which counts no passes; 48,000 tokens are read"
-    batch = "48 sequences (24,000 tokens, in 2 passes)"
-    assert line == f"training 2 steps of {batch} on 8 ranks (hsdp 2, fsdp 4); the first one takes longest"
-
-
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
 def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,12 +105,6 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     monkeypatch.setattr("titan_muon.trainer.torchtitan.compat.init_distributed", init)
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
     assert init.call_args.kwargs["cpu_backend"] == (accelerator and offload)
-
-
-def test_a_continued_run_needs_no_initial_checkpoint_and_any_backend_of_torch_is_accepted(tmp_path: Path) -> None:
-    values = {"checkpoint__initial_load_path": "/no/where", "compile__enable": True, "compile__backend": "eager"}
-    run = Run(folder=str(tmp_path), source=str(tmp_path), checkpoint=f"{tmp_path}/checkpoint/step-1")
-    assert trainer_config(tiny.recipe(tmp_path, **values), run, 1).compile.backend == "eager"
 
 
 MODEL = "model.flavor = 'moe_tiny' with model.vocab_size = 100000000000 does not fit into the memory of rank 0: "
