@@ -60,10 +60,7 @@ CUDA = Target("cuda", torch.device("cuda"))
 needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
 )
-needs_gpu = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
+needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 FAKE_PARAM = pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name)
 CUDA_PARAM = pytest.param(CUDA, marks=needs_gpu, id=CUDA.name)
 EVERY = [pytest.param(CPU, id=CPU.name), FAKE_PARAM, CUDA_PARAM]

@@ -198,11 +198,7 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
 # Each step's change of weights and states after a NaN in step 2. Only a run that goes on must leave them as they were.
 KEPT = {
     "not saved": (RARE, NAN, [False, False]),
-    "passed over": (
-        {"metrics__log_freq": 10, "muon__expert__on_bad_gradient": "skip_step"},
-        "",
-        [False, True, False],
-    ),
+    "passed over": ({"metrics__log_freq": 10, "muon__expert__on_bad_gradient": "skip_step"}, "", [False, True, False]),
 }
 
 

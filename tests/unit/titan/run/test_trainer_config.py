@@ -49,11 +49,7 @@ def prepare(
     return caught.value, Path(run.folder).exists()
 
 
-REACHING = {
-    "checkpoint.load_only": True,
-    "profiler.profiler_active": 4,
-    "debug.detect_anomaly": True,
-}
+REACHING = {"checkpoint.load_only": True, "profiler.profiler_active": 4, "debug.detect_anomaly": True}
 
 
 def test_an_option_of_each_table_reaches_torchtitan(tmp_path: Path) -> None:
