@@ -132,19 +132,13 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], str]]:
 
     return {
         "tied": (lambda: Owners(Tied(), mesh=mesh), r"layers\.0\.wv.* are one tied parameter.*fully_shard"),
-        "vector": (
-            lambda: own(other_block, mesh=mesh, params=[other_block.norm1.weight]),
-            "is no matrix; leave it to f",
-        ),
+        "vector": (lambda: own(other_block, mesh=mesh, params=[other_block.norm1.weight]), "is no matrix; leave it"),
         "stranger": (lambda: own(Block(), mesh=mesh, params=[other_block.wq.weight]), r"the model does not have, of"),
         "nothing": (lambda: own(nn.LayerNorm(4), mesh=mesh), "nothing to own"),
         "not in the mesh": (lambda: own(Block(), mesh=other), "this rank is not in the mesh"),
         "three axes": (lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1))), r"3 axes; give \(shard,\) or"),
         "sharded first": (changed(lambda block: fully_shard(block, mesh=mesh)), r"wq\.weight: is.*call own\(\) before"),
-        "sharded after": (
-            changed(lambda block: fully_shard(block, mesh=mesh), owned=True),
-            r"what own\(\) returned as ig",
-        ),
+        "sharded after": (changed(lambda block: fully_shard(block, mesh=mesh), owned=True), r"what own\(\) returned"),
         "twice": (changed(lambda block: own(block, mesh=mesh), owned=True), r"wq\.weight: owned already"),
         "outside": (changed(lambda block: block.wq(torch.ones(1, DIM)), owned=True), "only within the forward of"),
         "mixed": (changed(lambda block: block.wq.bfloat16()), r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype"),
