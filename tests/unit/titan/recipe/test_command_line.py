@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,60 +16,50 @@ from titan_muon.trainer.recipe.command_line import Command, parse
 
 # Overrides
 
+TWO = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+
 
 @pytest.mark.parametrize(
-    ("arguments", "key", "value"),
+    ("words", "key", "value"),
     [
-        (["--parallelism.tensor_parallel_degree", "2"], "parallelism.tensor_parallel_degree", 2),
-        (["--parallelism.tensor-parallel-degree", "2"], "parallelism.tensor_parallel_degree", 2),
-        (["--training.steps=3"], "training.steps", 3),
-        (["--training.steps", "3", "--training.steps", "4"], "training.steps", 4),
-        (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
-        (["--muon.lr", ".5"], "muon.lr", 0.5),
-        (["--muon.lr", "3e-4"], "muon.lr", 3e-4),
-        (["--compile.enable"], "compile.enable", True),
-        (["--checkpoint.enable", "False"], "checkpoint.enable", False),
-        (["--compile.components", "loss"], "compile.components", ("loss",)),
-        (["--compile.components"], "compile.components", ()),
-        (["--data.files", "a b", "c"], "data.files", ("a b", "c")),
-        (["--data.files", '["a/*", "b"]'], "data.files", ("a/*", "b")),
-        (["--data.files", "[ab]*"], "data.files", ("[ab]*",)),
-        (["--adamw.betas", "[0.1, 0]"], "adamw.betas", (0.1, 0.0)),
-        (["--adamw.betas", "0.1", "0"], "adamw.betas", (0.1, 0.0)),
-        (["--muon.expert.soap_freq", "4"], "muon.expert.soap_freq", 4),
-        (["--muon.ns_coefficients", "cans"], "muon.ns_coefficients", "cans"),
-        (
-            ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[1, 2, 3]", "[4, 5, 6]"],
-            "muon.ns_coefficients",
-            ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
-        ),
-        (
-            ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[[1, 2, 3], [4, 5, 6]]"],
-            "muon.ns_coefficients",
-            ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
-        ),
-        (["--muon.ns_coefficients", "[1, 2, 3]"], "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
-        (["--muon.algorithm", "normuon", "muonh"], "muon.algorithm", ("normuon", "muonh")),
-        (["--muon.algorithm", '["normuon", "muonh"]'], "muon.algorithm", ("normuon", "muonh")),
-        (["--muon.algorithm", "normuon,muonh"], "muon.algorithm", ("normuon", "muonh")),
-        (
-            ["--muon.ns_steps=2", "--muon.ns_coefficients", "1,2,3", "4,5,6"],
-            "muon.ns_coefficients",
-            ((1, 2, 3), (4, 5, 6)),
-        ),
-        (["--adamw.betas", "0.1,0"], "adamw.betas", (0.1, 0.0)),
-        (["--data.files", "a/*.txt,b"], "data.files", ("a/*.txt", "b")),
-        (["--data.files", "memory://{a,b}.txt"], "data.files", ("memory://{a,b}.txt",)),
-        (["--model.flavor", "8"], "model.flavor", "8"),
+        ("--parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree", 2),
+        ("--parallelism.tensor-parallel-degree 2", "parallelism.tensor_parallel_degree", 2),
+        ("--training.steps=3", "training.steps", 3),
+        ("--training.steps 3 --training.steps 4", "training.steps", 4),
+        ("--training.global_batch_size -1", "training.global_batch_size", -1),
+        ("--muon.lr .5", "muon.lr", 0.5),
+        ("--muon.lr 3e-4", "muon.lr", 3e-4),
+        ("--compile.enable", "compile.enable", True),
+        ("--checkpoint.enable False", "checkpoint.enable", False),
+        ("--compile.components loss", "compile.components", ("loss",)),
+        ("--compile.components", "compile.components", ()),
+        ("--data.files 'a b' c", "data.files", ("a b", "c")),
+        ('--data.files \'["a/*", "b"]\'', "data.files", ("a/*", "b")),
+        ("--data.files [ab]*", "data.files", ("[ab]*",)),
+        ("--adamw.betas '[0.1, 0]'", "adamw.betas", (0.1, 0.0)),
+        ("--adamw.betas 0.1 0", "adamw.betas", (0.1, 0.0)),
+        ("--muon.expert.soap_freq 4", "muon.expert.soap_freq", 4),
+        ("--muon.ns_coefficients cans", "muon.ns_coefficients", "cans"),
+        ("--muon.ns_steps 2 --muon.ns_coefficients '[1, 2, 3]' '[4, 5, 6]'", "muon.ns_coefficients", TWO),
+        ("--muon.ns_steps 2 --muon.ns_coefficients '[[1, 2, 3], [4, 5, 6]]'", "muon.ns_coefficients", TWO),
+        ("--muon.ns_coefficients '[1, 2, 3]'", "muon.ns_coefficients", ((1.0, 2.0, 3.0),)),
+        ("--muon.algorithm normuon muonh", "muon.algorithm", ("normuon", "muonh")),
+        ('--muon.algorithm \'["normuon", "muonh"]\'', "muon.algorithm", ("normuon", "muonh")),
+        ("--muon.algorithm normuon,muonh", "muon.algorithm", ("normuon", "muonh")),
+        ("--muon.ns_steps=2 --muon.ns_coefficients 1,2,3 4,5,6", "muon.ns_coefficients", TWO),
+        ("--adamw.betas 0.1,0", "adamw.betas", (0.1, 0.0)),
+        ("--data.files a/*.txt,b", "data.files", ("a/*.txt", "b")),
+        ("--data.files memory://{a,b}.txt", "data.files", ("memory://{a,b}.txt",)),
+        ("--model.flavor 8", "model.flavor", "8"),
     ],
 )
-def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], key: str, value: object) -> None:
+def test_an_override_wins_over_the_file(tmp_path: Path, words: str, key: str, value: object) -> None:
     path = write(
         tmp_path,
         "name = 'x'\n[training]\nsteps = 100\nglobal_batch_size = 16\n"
         "[muon]\nlr = 0.7\n[compile]\ncomponents = ['model']\n",
     )
-    recipe = load(path, arguments)
+    recipe = load(path, shlex.split(words))
     read_value = schema.values(recipe)[key]
     assert read_value == value
     assert type(read_value) is type(value)
@@ -115,56 +106,56 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
+    ("words", "parts"),
     [
-        (["--muon.momentun=1"], ['unknown key muon.momentun = "1"', "Did you mean muon.momentum?"]),
-        (["--base", "x.toml"], ["unknown key: base"]),
-        (["--muon.lr"], ["muon.lr is given no value", "a finite number"]),
-        (["--muon.lr", "1", "2"], ["muon.lr is given 2 values (1 2)", "a finite number"]),
-        (["--muon.lr", "1", "--muon.lr", "fast"], ['muon.lr = "fast"', "a finite number"]),
-        (["--training.steps", "3.5"], ["training.steps = 3.5", "an integer"]),
-        (["--training.steps", "true"], ['training.steps = "true"', "an integer"]),
-        (["--compile.enable", "1"], ['compile.enable = "1"', "true or false"]),
-        (["--data.tokenizer", "bits"], ['data.tokenizer = "bits"', 'Did you mean "bytes"?']),
-        (["--adamw.betas", "0.9"], ['adamw.betas = ["0.9"]', "a list of 2"]),
-        (["--adamw.betas", "0.9", "x"], ['adamw.betas[1] = "x"', "a finite number"]),
-        (["--optimizer.rule", "nonsense"], ['optimizer.rule[0] = "nonsense"', "a table with the keys match, "]),
-        (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = "[1, 2"', '" or a list']),
-        (["--full"], ["--full is only for --dry-run"]),
-        (["--dry-run", "false", "--world-size", "2"], ["--world-size is only for --dry-run"]),
-        (["--quiet", "--dry-run"], ["--quiet is for training"]),
-        (["muon.lr=1e-3"], ["config is given 2 values", "Write --muon.lr=1e-3 for another key."]),
-        (["--help", "muonn"], ["unknown key: muonn. Did you mean [muon]?"]),
-        (["-h", "muon.lrr"], ["unknown key muon.lrr. Did you mean muon.lr?"]),
-        (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
-        (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
-        (["--dry-run", "--json"], ["json is given no value"]),
-        (["--dry-run", "--json", "/no/plan.json"], ["--json /no/plan.json: there is no folder /no; make it, or name"]),
-        (["--dry-run", "--html=a.html"], ["--html was removed", "--json FILE"]),
-        (["--muon.rule", "normuon"], ["unknown key muon.rule", "Did you mean muon.algorithm?"]),
-        (["--data.text_key", "body"], ["data.text_key", "it takes its default only, unless data.source"]),
-        (["--adamw.betas", "0.9,x"], ['adamw.betas[1] = "x"', "a finite number"]),
-        (["--dry-run", "--machine", "h200"], ['machine.name = "h200"']),
-        (["--dry-run", "--compare", "placement.moun=owned"], ["unknown key placement.moun", "Did you mean"]),
-        (["--dry-run", "--compare", "placement.muon"], ["write KEY=VALUE,VALUE"]),
-        (["--dry-run", "--compare", "muon.lr=1", "--json", "a"], ["--compare prints a table only; leave out --json"]),
-        (["--dry-run", "--suggest", "--world-size=8"], ["--suggest was removed", "--compare KEY=A,B"]),
-        (["--wordl-size=3"], ['unknown key: wordl_size = "3".', "Did you mean world_size?"]),
-        (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
-        (["--lr", "3"], ["Did you mean muon.lr?"]),
-        (["--tp", "2"], ["Did you mean parallelism.tensor_parallel_degree?"]),
-        (["--machine.tflops", "9"], ["machine.tflops was removed", "name it in machine.file"]),
-        (["--completion", "bash"], ["--completion was removed"]),
-        (["--muon.beta1", "0.9"], ["Did you mean muon.momentum?"]),
-        (["--training.batch_size", "4"], ["Did you mean training.global_batch_size?"]),
-        (["--training.learning_rate", "1"], ["Did you mean muon.lr?"]),
-        (["--seed", "1"], ["Did you mean debug.seed?"]),
+        ("--muon.momentun=1", ['unknown key muon.momentun = "1"', "Did you mean muon.momentum?"]),
+        ("--base x.toml", ["unknown key: base"]),
+        ("--muon.lr", ["muon.lr is given no value", "a finite number"]),
+        ("--muon.lr 1 2", ["muon.lr is given 2 values (1 2)", "a finite number"]),
+        ("--muon.lr 1 --muon.lr fast", ['muon.lr = "fast"', "a finite number"]),
+        ("--training.steps 3.5", ["training.steps = 3.5", "an integer"]),
+        ("--training.steps true", ['training.steps = "true"', "an integer"]),
+        ("--compile.enable 1", ['compile.enable = "1"', "true or false"]),
+        ("--data.tokenizer bits", ['data.tokenizer = "bits"', 'Did you mean "bytes"?']),
+        ("--adamw.betas 0.9", ['adamw.betas = ["0.9"]', "a list of 2"]),
+        ("--adamw.betas 0.9 x", ['adamw.betas[1] = "x"', "a finite number"]),
+        ("--optimizer.rule nonsense", ['optimizer.rule[0] = "nonsense"', "a table with the keys match, "]),
+        ("--muon.ns_coefficients '[1, 2'", ['muon.ns_coefficients = "[1, 2"', '" or a list']),
+        ("--full", ["--full is only for --dry-run"]),
+        ("--dry-run false --world-size 2", ["--world-size is only for --dry-run"]),
+        ("--quiet --dry-run", ["--quiet is for training"]),
+        ("muon.lr=1e-3", ["config is given 2 values", "Write --muon.lr=1e-3 for another key."]),
+        ("--help muonn", ["unknown key: muonn. Did you mean [muon]?"]),
+        ("-h muon.lrr", ["unknown key muon.lrr. Did you mean muon.lr?"]),
+        ("--dry-run --device tpu", ['device = "tpu"', "cpu", "cuda"]),
+        ("--dry-run --world-size 0", ["world_size = 0", "1 or more"]),
+        ("--dry-run --json", ["json is given no value"]),
+        ("--dry-run --json /no/plan.json", ["--json /no/plan.json: there is no folder /no; make it, or name"]),
+        ("--dry-run --html=a.html", ["--html was removed", "--json FILE"]),
+        ("--muon.rule normuon", ["unknown key muon.rule", "Did you mean muon.algorithm?"]),
+        ("--data.text_key body", ["data.text_key", "it takes its default only, unless data.source"]),
+        ("--adamw.betas 0.9,x", ['adamw.betas[1] = "x"', "a finite number"]),
+        ("--dry-run --machine h200", ['machine.name = "h200"']),
+        ("--dry-run --compare placement.moun=owned", ["unknown key placement.moun", "Did you mean"]),
+        ("--dry-run --compare placement.muon", ["write KEY=VALUE,VALUE"]),
+        ("--dry-run --compare muon.lr=1 --json a", ["--compare prints a table only; leave out --json"]),
+        ("--dry-run --suggest --world-size=8", ["--suggest was removed", "--compare KEY=A,B"]),
+        ("--wordl-size=3", ['unknown key: wordl_size = "3".', "Did you mean world_size?"]),
+        ("--muon.lrr 3", ["unknown key muon.lrr", "Did you mean muon.lr?"]),
+        ("--lr 3", ["Did you mean muon.lr?"]),
+        ("--tp 2", ["Did you mean parallelism.tensor_parallel_degree?"]),
+        ("--machine.tflops 9", ["machine.tflops was removed", "name it in machine.file"]),
+        ("--completion bash", ["--completion was removed"]),
+        ("--muon.beta1 0.9", ["Did you mean muon.momentum?"]),
+        ("--training.batch_size 4", ["Did you mean training.global_batch_size?"]),
+        ("--training.learning_rate 1", ["Did you mean muon.lr?"]),
+        ("--seed 1", ["Did you mean debug.seed?"]),
     ],
 )
 def test_a_bad_command_is_a_recipe_error_without_output(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, parts: list[str]
 ) -> None:
-    message = error_of(lambda: parse(["--config", write(tmp_path, "muon.lr = 0.1"), *arguments]))
+    message = error_of(lambda: parse(["--config", write(tmp_path, "muon.lr = 0.1"), *shlex.split(words)]))
     assert message.startswith("command line: ")
     assert [part for part in parts if part not in message] == []
     assert capfd.readouterr() == ("", "")
@@ -288,7 +279,6 @@ registry.algorithms.register("mine", Mine)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--import", "my_module"], ""),
         (["--muon.expert.algorithm_options", "{mine = {share = 0.1}}", "--import=my_module"], ""),
         (
             ["--muon.expert.algorithm_options", "{mine = {shar = 0.1}}", "--import=my_module"],
@@ -298,7 +288,6 @@ registry.algorithms.register("mine", Mine)
             ["--import", "no_module"],
             "error: imports: there is no module 'no_module'; install it, or start in the folder of",
         ),
-        ([], "error: command line: muon.algorithm = 'mine' is unknown"),
     ],
 )
 def test_an_algorithm_of_an_imported_module_is_planned(tmp_path: Path, flags: list[str], said: str) -> None:
