@@ -132,7 +132,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], str]]:
 
     return {
         "tied": (lambda: Owners(Tied(), mesh=mesh), r"layers\.0\.wv.* are one tied parameter.*fully_shard"),
-        "vector": (lambda: own(other_block, mesh=mesh, params=[other_block.norm1.weight]), "is no matrix; leave it"),
+        "vector": (lambda: own(other_block, mesh=mesh, params=[other_block.norm1.weight]), "is not a matrix; leave"),
         "stranger": (lambda: own(Block(), mesh=mesh, params=[other_block.wq.weight]), r"the model does not have, of"),
         "nothing": (lambda: own(nn.LayerNorm(4), mesh=mesh), "nothing to own"),
         "not in the mesh": (lambda: own(Block(), mesh=other), "this rank is not in the mesh"),
