@@ -100,6 +100,11 @@ class ForwardsToParts:
             for adamw in others.values():
                 adamw.gradient_faults.report_with(muon, follows=order.index(adamw) > order.index(muon))
 
+    def free(self) -> None:
+        """After a step: free Muon's buffers and captured steps until the next, as before process groups end."""
+        for muon in self._muons:
+            muon.engine.free()
+
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):

@@ -306,6 +306,7 @@ def of_hybrid(captured: bool) -> list[list[Tensor]]:
             group["lr"] = 0.02 / (step + 1)
         hybrid.step()
         results.append([param.detach().clone() for param in model.parameters()])
+    hybrid.free()
     return results
 
 
@@ -313,3 +314,4 @@ def of_hybrid(captured: bool) -> list[list[Tensor]]:
 def test_a_hybrid_replays_muon_and_steps_adamw_beside_it() -> None:
     assert all(equal(*pair) for pair in zip(of_hybrid(False), of_hybrid(True), strict=True))
     assert replays() == [STEPS - graph.EAGER_STEPS]
+    assert RecordedGraph.made[0].is_released

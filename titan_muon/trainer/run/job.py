@@ -132,6 +132,8 @@ def train(recipe: Recipe, typed: tuple[str, ...] = (), lasting: dist.Store | Non
             if trainer.step < trainer.config.training.steps:
                 with stop:
                     trainer.train()
+                # A captured step ends before the process groups.
+                trainer.optimizers.free()
         finally:
             trainer.close()
     return run.folder
