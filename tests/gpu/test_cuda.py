@@ -94,19 +94,22 @@ def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
     assert torch.equal(product, product.mT)
 
 
-def trained(target: Target, orthogonalize: str, **changed: object) -> dict[str, Tensor]:
-    """Parameters and momenta after three steps of Muon in one process."""
+def trained(target: Target, orthogonalize: str, *, steps: int = 3, **changed: object) -> dict[str, Tensor]:
+    """Parameters and momenta after some steps of Muon in one process, with another rate in each."""
     shapes = {"wide": (24, 60), "tall": (60, 24), "experts": (3, 16, 40)}
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"} | changed
     with target.active(syncs=True):
         params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
         optimizer = Muon(params.items(), **muon_keywords(lr=0.02, **options)).build()
-    for step in range(3):
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
         with target.active(syncs=True):
             for index, param in enumerate(params.values()):
                 param.grad = target.placed(random(*param.shape, seed=10 * step + index + 1))
         with target.active():
             optimizer.step()
+    with target.active(syncs=True):
+        optimizer.close()
     momenta = {f"{name}: momentum": optimizer.state[param]["momentum_buffer"] for name, param in params.items()}
     return {name: value.detach() for name, value in {**params, **momenta}.items()}
 
@@ -128,6 +131,17 @@ def test_the_fused_kernels_train_like_the_foreach_operators(target: Target) -> N
     expected = trained(target, "standard")
     for name, weight in trained(target, "standard", fused=True).items():
         assert relative_error(weight, expected[name]).max() < 1e-5, name
+
+
+@pytest.mark.parametrize("target", [CUDA_PARAM])
+@pytest.mark.parametrize("algorithm", ["muon", "normuon", "adamuon"])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_captured_steps_have_the_bits_of_eager_steps(target: Target, algorithm: str) -> None:
+    """No GPU has run this yet. Recorded steps replay on the CPU: tests/unit/features/test_graph_replay.py."""
+    eager, captured = (
+        trained(target, "auto", steps=20, algorithm=algorithm, fused=True, cuda_graph=on) for on in (False, True)
+    )
+    assert all(torch.equal(captured[name], eager[name]) for name in eager)
 
 
 @pytest.mark.parametrize("target", [CUDA_PARAM])
