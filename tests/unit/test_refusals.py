@@ -292,6 +292,8 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
      "adjust_lr_fn = 'original' has no effect with algorithm = 'soap'"),
     (lambda: muon(state_dtype="int8", offload="state"), "...int8"),
     (lambda: muon(state_dtype="int8", state="owner"), "...int8"),
+    (lambda: muon(("w", weight(64, 64, 3)), split=[Split(match="w", dims="o i k -> | o (i k)")], state_dtype="int8"),
+     "state_dtype = 'int8'...w has 3 columns on 1 ranks, which cut blocks"),
     (lambda: muon(state="owner", exchange="all_gather_reduce_scatter"),
      "state = 'owner': exchange = ... or state = 'replicated'"),
     (lambda: muon(state="owner", replicas="redundant"), "state = 'owner': replicas = ... or state = 'replicated'"),

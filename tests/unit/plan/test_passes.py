@@ -14,7 +14,7 @@ from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.engine.layout.work import ElementKind, Elements, ElementTraffic
 from titan_muon.options import MuonOptions
-from titan_muon.planner.planner import passes_of
+from titan_muon.planner.planner import passes_of, traffic
 
 SIDE = 256
 WRITES_ALONE = ("copy_", "_foreach_copy_", "fill_", "zero_")
@@ -79,6 +79,12 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
     assert momentum.calls.total() == counted.advance_launches
     if options.get("rounding") == "nearest" or dtype == torch.float32:
         assert update.calls.total() == counted.apply_launches
+
+
+def test_a_fused_pass_touches_each_tensor_once() -> None:
+    """Momentum and weights are read and written; gradients, packed momentum and updates are read or written."""
+    found = traffic(element=4, state=8, wire=2, stochastic=False, cautious=False, fused=True)
+    assert found == ElementTraffic(4 + 2 * 8 + 2, 1, 2 * 4 + 2, 1)
 
 
 def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:

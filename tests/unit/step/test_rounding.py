@@ -12,7 +12,7 @@ from tests.shared import muon_keywords
 from tests.unit.step.test_first_use import train
 from titan_muon import Muon
 from titan_muon.engine.step.algorithm import Tensors
-from titan_muon.engine.step.rounding import chunk_of, memory_bytes
+from titan_muon.engine.step.rounding import chunk_of, hash_counts, memory_bytes
 
 SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
@@ -50,6 +50,18 @@ def test_the_mean_of_many_draws_is_the_unrounded_value() -> None:
     off = (draws.double().mean(0) - exact) / (above - below)
     assert off.abs().max() < 5 * 0.5 / math.sqrt(1000)
     assert off.mean().abs() < 5 * 0.5 / math.sqrt(1000 * off.numel())
+
+
+def test_draws_are_the_hash_of_the_count_in_32_bits() -> None:
+    """The kernels compute the same."""
+    counts = torch.tensor([0, 1, 2, 12345, 2**31 - 1], dtype=torch.int32)
+    expected = []
+    for count in counts.tolist():
+        first = count * 0x9E3779B1 % 2**32
+        # The shift of a signed number keeps the sign.
+        first ^= (first - (first >= 2**31) * 2**32 >> 15) % 2**32
+        expected.append(first * 0x85EBCA6B % 2**32 >> 16)
+    assert hash_counts(counts, torch.empty_like(counts)).tolist() == expected
 
 
 def test_the_rounding_errors_of_a_matrix_are_uncorrelated() -> None:
