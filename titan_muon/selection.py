@@ -45,10 +45,9 @@ def select(
 def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:
     dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type)
     if device.type == "cuda" or options.ns_kernel not in ("auto", "plain"):
-        from .kernels.measured import kernels_for, measured_choices
+        from .kernels.measured import kernels_for
 
-        kernels, float16 = kernels_for(options.ns_kernel, device), measured_choices(device).float16
-        dispatch = replace(dispatch, kernels=kernels, float16=float16)
+        dispatch = replace(dispatch, kernels=kernels_for(options.ns_kernel, device))
     if options.planner == "rule":
         from .engine.rule import plan_by_rule
 

@@ -1,10 +1,8 @@
-"""Measured choices for types of GPUs: symmetric kernels and float16."""
+"""Measured symmetric kernels by type of GPU."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -15,34 +13,22 @@ from ..engine.orthogonalize.dispatch import HALVES, Kernel, Product
 from ..options import OptionError
 
 MEASURED = Path(__file__).with_name("measured.json")
-"""Choices by the name of a GPU, from `make gpu`."""
+"""Kernels by the name of a GPU, by hand from `benchmarks/one_gpu/newton_schulz.py`."""
 CAPABILITIES = (9, 10)
 """Major compute capabilities with symmetric kernels."""
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Measured choices for a type of GPU, by default the choices without a measurement.
-
-    Attributes:
-        kernels: fields of `orthogonalize.Kernel`.
-        float16: whether Newton-Schulz in float16 is as accurate as in bfloat16.
-    """
-
-    kernels: tuple[Mapping[str, Any], ...] = ()
-    float16: bool = True
-
-
-def choices_of(gpu: str, file: Path = MEASURED) -> Choices:
-    """The choices for a GPU's name; "" for no GPU."""
-    entry = json.loads(file.read_text(encoding="utf-8")).get(gpu, {})
-    return Choices(tuple(entry.get("kernels", ())), entry.get("float16", True))
+def measured_kernels(gpu: str, file: Path = MEASURED) -> list[dict[str, Any]]:
+    """Fields of `orthogonalize.Kernel` for a GPU's name; none without a measurement."""
+    entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")).get(gpu, {}).get("kernels", [])
+    return [entry for entry in entries if entry["products"] in ("plain", *installed())]
 
 
 def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
     """The kernels for the option `ns_kernel`. Raises OptionError for a kernel without support."""
     if choice == "auto":
-        entries = (entry for entry in measured_choices(device).kernels if entry["products"] in ("plain", *installed()))
+        has_gpu = device.type == "cuda" and torch.cuda.is_available()
+        entries = measured_kernels(torch.cuda.get_device_name(device)) if has_gpu else ()
         return tuple(Kernel(**entry, product=product_of(entry["products"])) for entry in entries)
     if choice == "plain":
         return ()
@@ -62,12 +48,6 @@ def product_of(name: str) -> Product | None:
     from .symmetric import symmetric_product
 
     return symmetric_product
-
-
-def measured_choices(device: torch.device) -> Choices:
-    """The choices for this machine's GPU; without a measurement for another device."""
-    has_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return choices_of(torch.cuda.get_device_name(device) if has_gpu else "")
 
 
 def installed() -> list[str]:

@@ -62,8 +62,6 @@ CHOICES: list[tuple[dict[str, Any], int, int, Any, str]] = [
     # Two measurements are never equal; float16 is the more exact of the two.
     (at(0.95), 4096, 4096, JORDAN, "standard float16"),
     (at(0.5), 4096, 4096, JORDAN, "standard bfloat16"),
-    ({**GPU, "float16": False}, 1024, 4096, JORDAN, "standard bfloat16"),
-    ({**GPU, "float16": False, "dtype": "float16"}, 1024, 4096, JORDAN, "gram float16 restart 2"),
     # A kernel from the measured size and number of matrices on, for sides that fit.
     (MEASURED, 256, 1024, JORDAN, "gram float16 restart 2"),
     (MEASURED, 512, 2048, JORDAN, "gram float16 restart 2 triton from 16 matrices"),

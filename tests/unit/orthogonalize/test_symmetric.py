@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_muon.kernels.measured import MEASURED, Choices, choices_of, kernels_for, measured_choices
+from titan_muon.kernels.measured import MEASURED, kernels_for, measured_kernels
 from titan_muon.options import OptionError
 
 ROOT = Path(__file__).parents[3]
@@ -122,33 +122,26 @@ def test_unfit_shapes_are_refused() -> None:
     assert ["multiples of 16" in problem for problem in messages] == [False] * 2 + [True] * 5
 
 
-def test_shipped_choices_are_of_the_named_gpu_and_need_the_kernels_package(
+def test_shipped_kernels_are_of_the_named_gpu_and_need_the_kernels_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = [{"dtype": "float16", "rows": 256, "products": name} for name in ("plain", "triton")]
     file = tmp_path / "measured.json"
-    file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels, "float16": False}}))
-    choices = choices_of("GPU X", file)
-    assert not choices.float16
-    monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
-    monkeypatch.setattr("titan_muon.kernels.measured.product_of", lambda name: None)
-    monkeypatch.setattr("titan_muon.kernels.measured.measured_choices", lambda device: choices)
-    assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain", "triton"]
-    monkeypatch.setattr("titan_muon.kernels.measured.installed", list)
-    assert [kernel.products for kernel in kernels_for("auto", torch.device("cuda"))] == ["plain"]
-    assert choices_of("GPU Y", file) == Choices()
+    file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels}}))
+    for packages in ([], ["triton"]):
+        monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda packages=packages: packages)
+        assert [entry["products"] for entry in measured_kernels("GPU X", file)] == ["plain", *packages]
+    assert measured_kernels("GPU Y", file) == []
 
 
 def test_the_shipped_file_has_measured_entries_of_known_kernels_alone() -> None:
     document = json.loads(MEASURED.read_text())
     assert all(entry["source"] == "measured" for entry in document.values())
-    products = [kernel["products"] for gpu in document for kernel in choices_of(gpu).kernels]
-    assert {*products} <= {"plain", "triton"}
+    assert {kernel["products"] for entry in document.values() for kernel in entry["kernels"]} <= {"plain", "triton"}
 
 
 def test_the_cpu_has_plain_products() -> None:
     assert kernels_for("auto", torch.device("cpu")) == kernels_for("plain", torch.device("cpu")) == ()
-    assert measured_choices(torch.device("cpu")) == Choices()
 
 
 def test_a_gpu_without_a_tensor_memory_accelerator_refuses_the_symmetric_kernel(

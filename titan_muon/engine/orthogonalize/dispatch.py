@@ -145,7 +145,6 @@ class Dispatch:
         kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
         gpu: rates of the planned machine. CPUs have the rates of their instructions, so that a plan for a different
             machine computes the same bits.
-        float16: whether `auto` may take float16.
     """
 
     algorithm: str = "auto"
@@ -154,7 +153,6 @@ class Dispatch:
     kernels: tuple[Kernel, ...] = ()
     cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
     gpu: MethodRates = GPU
-    float16: bool = True
 
     def __post_init__(self) -> None:
         if self.algorithm == "reference" and self.dtype not in ("auto", "bfloat16"):
@@ -192,9 +190,7 @@ class Dispatch:
             return [Method("reference", "bfloat16")]
         flops = self.rates.flops
         dtypes = sorted(DTYPES, key=lambda name: -flops[name]) if self.dtype == "auto" else [self.dtype]
-        if self.dtype == "auto" and not self.float16:
-            dtypes.remove("float16")
-        elif self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
+        if self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
             dtypes.remove("bfloat16")
         small, large = sorted((rows, cols))
         standard = [Method("standard", dtype) for dtype in dtypes]
