@@ -35,6 +35,13 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
                 *("node_gb", "node_latency_us", "network_gb", "network_latency_us"),
             )
         },
+        **{
+            f"monitor.{key}": Removed(
+                default,
+                "was removed: measure in a hook of the optimizers' step, or judge its updates by titan_muon.audit",
+            )
+            for key, default in (("freq", 0), ("matrices", 2))
+        },
         "metrics.save_for_all_ranks": Removed(
             False, "was removed: the rank with the loss writes the metrics, which are of all ranks; leave it out"
         ),

@@ -6,7 +6,7 @@ An exchange gathers sharded matrices at the owners and returns the results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -334,8 +334,6 @@ class Exchange:
         self._module: Any = torch.get_device_module(buffers.device)
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
-        self.timer: AbstractContextManager[object] = nullcontext()
-        """Entered for each wait, for measurements."""
 
     def warm_up(self, plan: Plan) -> None:
         """Run the largest bucket of each group once, because NCCL opens connections by message size. Collective."""
@@ -432,9 +430,8 @@ class Exchange:
             yield
 
     def wait(self, index: int) -> None:
-        with self.timer:
-            for work in self._pending.pop(index, ()):
-                work.wait()
+        for work in self._pending.pop(index, ()):
+            work.wait()
 
 
 def move(source: Tensor, target: Tensor, old: Sequence[int], new: Sequence[int]) -> None:

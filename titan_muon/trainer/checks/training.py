@@ -112,11 +112,11 @@ class TrainingChecks:
         self.data_rank, self.tolerates_nonfinite = data_rank, tolerates_nonfinite
         self._group = group
         self._place, self._crc, self._wrong_tokens = (UNKNOWN, UNKNOWN), 0, 0
-        self._same_data_named = False
-        self.tokens: dict[str, list[int]] = {}
+        self._same_data_named = self._reported = False
+        self._tokens: dict[str, list[int]] = {}
 
-    def begin_step(self, *, reported: bool, counted: bool, place: tuple[int, int]) -> None:
-        """Start a step. `reported`: compare ranks. `counted`: count experts' tokens.
+    def begin_step(self, *, reported: bool, place: tuple[int, int]) -> None:
+        """Start a step. `reported`: compare ranks, and count experts' tokens.
 
         `place`: number of this rank's first block in the step, by the loader and as it should be, or UNKNOWN.
 
@@ -128,9 +128,9 @@ class TrainingChecks:
                 f"{listed(changed)}: requires_grad changed after the start of training; freeze and thaw parameters on "
                 "all ranks, before the optimizers are made"
             )
-        if counted:
-            self.experts.begin_step()
+        self._tokens, self._reported = {}, reported
         if reported:
+            self.experts.begin_step()
             self._place, self._crc, self._wrong_tokens = place, 0, 0
 
     def add_batch(self, inputs: Mapping[str, Tensor], labels: Tensor, *, seq_len: int | None) -> None:
@@ -141,15 +141,15 @@ class TrainingChecks:
             blocks = (tensor.view(-1, seq_len) for tensor in (inputs["input"], inputs["positions"], labels))
             self._wrong_tokens += wrong_tokens(*blocks)
 
-    def after_clip(self, step: int, norm: NormCheck, *, counted: bool) -> list[str]:
+    def after_clip(self, step: int, norm: NormCheck) -> list[str]:
         """Take a step's norm, before the optimizers' step. Returns warnings; raises as `check_norm`."""
         # On a GPU the host reads the last step's norm without a wait.
         lines = self.check_norm() if self._late else []
         self._norm = step, norm
         if not self._late:
             lines = self.check_norm()
-        if counted:
-            self.tokens = self.experts.of_step()
+        if self._reported:
+            self._tokens = self.experts.of_step()
         return lines
 
     def check_norm(self) -> list[str]:
@@ -179,4 +179,4 @@ class TrainingChecks:
         if not self._same_data_named and (pair := differing_pair(reports, same="crc", field="data_rank")):
             self._same_data_named = True
             lines.append(f"step {step}: ranks {pair[0]} and {pair[1]} trained on the same tokens")
-        return [*lines, *self.experts.dead(step, self.tokens)]
+        return [*lines, *self.experts.dead(step, self._tokens)]

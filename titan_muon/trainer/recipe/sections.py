@@ -143,16 +143,6 @@ class QKClip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Monitor:
-    """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
-
-    may_change = MAY_CHANGE
-
-    freq: Natural = 0  # Steps between measured steps; 0 measures nothing.
-    matrices: Count = 2  # Matrices with measured singular values; every rank gathers each twice.
-
-
-@dataclass(frozen=True, kw_only=True)
 class Loss:
     """Cross entropy."""
 
@@ -284,7 +274,6 @@ class Recipe:
     validator: Validator = field(default_factory=Validator)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
-    monitor: Monitor = field(default_factory=Monitor)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)

@@ -24,8 +24,6 @@ from titan_muon.trainer.data.validation import HeldOutValidator
 from titan_muon.trainer.device import Stopwatch
 from titan_muon.trainer.fault import RunFault
 from titan_muon.trainer.model.qk_clip import build_qk_clip
-from titan_muon.trainer.monitor.monitor import Monitor
-from titan_muon.trainer.recipe.sections import Monitor as MonitorSection
 from titan_muon.trainer.recipe.sections import QKClip as QKClipSection
 from titan_muon.trainer.run.checkpoints import RunCheckpoints
 from titan_muon.trainer.run.console import print_on_rank0, show
@@ -47,7 +45,6 @@ class MuonTrainer(Trainer):
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
-        monitor: MonitorSection = field(default_factory=MonitorSection)
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         check_replicas_freq: int = 0
         stop: StopSignals = field(default_factory=StopSignals)
@@ -89,9 +86,6 @@ class MuonTrainer(Trainer):
             stage_ranks=stage_ranks,
         )
         self.checks = self._new_checks()
-        self.monitor: Monitor | None = None
-        if config.monitor.freq > 0:
-            self.monitor = Monitor(self.optimizers, self.device, stage_ranks, config.monitor.matrices)
         self.compared = 0
         """The last step with a comparison of replicas."""
 
@@ -193,16 +187,11 @@ class MuonTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
         self.reported = self.metrics_processor.should_log(self.step)
-        self.monitored = self.monitor is not None and self.step % self.config.monitor.freq == 0
-        self.checks.begin_step(reported=self.reported, counted=self.reported or self.monitored, place=self._place())
+        self.checks.begin_step(reported=self.reported, place=self._place())
         with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
         if self.reported:
             self._check_reported()
-        if self.monitored:
-            assert self.monitor is not None
-            measured = self.monitor.after_step(self.checks.tokens)
-            self.metrics_processor.logger.log({"monitor": measured}, self.step)
         if self.config.check_replicas_freq > 0 and self.step % self.config.check_replicas_freq == 0:
             self._check_replicas()
         # TorchTitan saves before the validation, so that a failed or interrupted validation loses no step.
@@ -232,9 +221,7 @@ class MuonTrainer(Trainer):
             # undone, which would take a launch for each piece of a matrix.
             if self.checks.tolerates_nonfinite:
                 self.optimizers.skip_unless_finite(norm)
-            self._warn(self.checks.after_clip(self.step, norm, counted=self.reported or self.monitored))
-        if self.monitor is not None and self.monitored:
-            self.monitor.before_step()
+            self._warn(self.checks.after_clip(self.step, norm))
         # The schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
         # A hook of the optimizers ends this phase.

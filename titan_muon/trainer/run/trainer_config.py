@@ -57,7 +57,6 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         stop=stop,
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
-        monitor=recipe.monitor,
         converters=converters(recipe),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_folder("model.hf_assets_path", model.hf_assets_path, "a model's Hugging Face folder") or "",

@@ -58,10 +58,10 @@ def test_a_parameter_frozen_or_thawed_in_training_is_named_before_backward(train
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].bias.requires_grad_(trained)
     checks = checks_of(model)
-    checks.begin_step(reported=False, counted=False, place=NOWHERE)
+    checks.begin_step(reported=False, place=NOWHERE)
     model[0].bias.requires_grad_(not trained)
     with pytest.raises(ValueError, match=r"^0\.bias: requires_grad changed after the start of training; "):
-        checks.begin_step(reported=False, counted=False, place=NOWHERE)
+        checks.begin_step(reported=False, place=NOWHERE)
 
 
 def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
@@ -83,7 +83,7 @@ def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
     checks = checks_of(nn.Linear(2, 2))
     crcs = set()
     for changed in (None, inputs, positions, labels):
-        checks.begin_step(reported=True, counted=False, place=NOWHERE)
+        checks.begin_step(reported=True, place=NOWHERE)
         if changed is not None:
             changed += 1
         checks.add_batch({"input": inputs, "positions": positions}, labels, seq_len=None)
@@ -152,8 +152,8 @@ def test_a_nonfinite_norm_ends_a_run_that_does_not_skip_steps(tolerates: bool) -
     checks.tolerates_nonfinite = tolerates
     norm = NormCheck(torch.tensor(float("nan")), ["a"], torch.tensor([float("nan")]))
     if tolerates:
-        (line,) = checks.after_clip(3, norm, counted=False)
+        (line,) = checks.after_clip(3, norm)
         assert line.startswith("step 3: the norm of the gradients is nan, because of a on rank 0")
     else:
         with pytest.raises(FloatingPointError, match=r"step 3: .* a on rank 0; nothing is saved from this step"):
-            checks.after_clip(3, norm, counted=False)
+            checks.after_clip(3, norm)

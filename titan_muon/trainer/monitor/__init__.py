@@ -1,1 +1,0 @@
-"""Measurements of weights, updates and states during training."""
