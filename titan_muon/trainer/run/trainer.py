@@ -97,7 +97,6 @@ class MuonTrainer(Trainer):
             [names[parameter] for parameter in self.clip.parameters],
             self.model_parts,
             self.device,
-            data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
             group=self.stop.group,
             token_group=None if token_mesh is None else token_mesh.get_group(),
             tolerates_nonfinite=self.config.optimizer.tables["muon"]["expert"].skips_step,
@@ -171,7 +170,9 @@ class MuonTrainer(Trainer):
         # A pipeline cuts a pass.
         piped = parallelism.pipeline_parallel_degree > 1
         batch = parallelism.pipeline_parallel_microbatch_size if piped else self.config.training.local_batch_size
-        return self.dataloader.position, first + self.checks.data_rank * batch
+        dims = self.parallel_dims
+        data_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+        return self.dataloader.position, first + data_rank * batch
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -187,7 +188,7 @@ class MuonTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         self.stop.begin_step()
         self.reported = self.metrics_processor.should_log(self.step)
-        self.checks.begin_step(reported=self.reported, place=self._place())
+        self.checks.begin_step(self._place() if self.reported else None)
         with compat.clipping_by(self._clip_gradients), compat.reporting_every_loss():
             super().train_step(data_iterator)
         if self.reported:
@@ -200,12 +201,10 @@ class MuonTrainer(Trainer):
         self.metrics_processor.pause()
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
-        batches, packed = super().batch_generator(data_iterable), isinstance(self.dataloader, PackedDataLoader)
+        batches = super().batch_generator(data_iterable)
         while True:
             with self.timers["data"]:
                 batch = next(batches)
-            if self.reported:
-                self.checks.add_batch(*batch, seq_len=self.config.training.seq_len if packed else None)
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:

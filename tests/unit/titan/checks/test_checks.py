@@ -1,28 +1,12 @@
 """Messages about differences between ranks and experts without tokens."""
 
-import zlib
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
-from pyarrow import chunked_array, large_binary
 from torch import nn
 
 from titan_muon.engine.faults.skip import NormCheck
-from titan_muon.trainer.checks.experts import ExpertLoads
 from titan_muon.trainer.checks.start import check_start, differences, source_files, start_facts
-from titan_muon.trainer.checks.training import (
-    UNKNOWN,
-    RankReport,
-    TrainingChecks,
-    check_reports,
-    differing_pair,
-    wrong_tokens,
-)
-from titan_muon.trainer.data.blocks import TokenBlocks
-from titan_muon.trainer.data.corpus import Corpus
-from titan_muon.trainer.data.loader import NOT_COUNTED
+from titan_muon.trainer.checks.training import ExpertLoads, TrainingChecks, check_places
 from titan_muon.trainer.fault import RunFault
 from titan_muon.trainer.recipe import Recipe
 
@@ -44,12 +28,9 @@ def test_start_facts_have_recipe_versions_and_sources() -> None:
     check_start(facts, None)
 
 
-NOWHERE = (UNKNOWN, UNKNOWN)
-
-
 def checks_of(model: nn.Module) -> TrainingChecks:
     device = torch.device("cpu")
-    return TrainingChecks([], [model], device, data_rank=0, group=None, token_group=None, tolerates_nonfinite=False)
+    return TrainingChecks([], [model], device, group=None, token_group=None, tolerates_nonfinite=False)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -58,62 +39,16 @@ def test_a_parameter_frozen_or_thawed_in_training_is_named_before_backward(train
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].bias.requires_grad_(trained)
     checks = checks_of(model)
-    checks.begin_step(reported=False, place=NOWHERE)
+    checks.begin_step(None)
     model[0].bias.requires_grad_(not trained)
     with pytest.raises(ValueError, match=r"^0\.bias: requires_grad changed after the start of training; "):
-        checks.begin_step(reported=False, place=NOWHERE)
+        checks.begin_step(None)
 
 
-def test_positions_and_labels_follow_the_inputs_of_packed_blocks() -> None:
-    ids = [np.arange(start, start + 10, dtype=np.uint16).tobytes() for start in range(0, 100, 10)]
-    tens, crcs = np.full(10, 10), np.array([zlib.crc32(part) for part in ids])
-    corpus = Corpus(chunked_array([ids], type=large_binary()), np.dtype(np.uint16), tens, tens, crcs, "", "")
-    blocks = [TokenBlocks(corpus, np.arange(10), 16, seed=0)[number] for number in range(3)]
-    inputs, labels, positions = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*blocks, strict=True))
-    assert wrong_tokens(inputs, positions, labels) == 0
-    assert wrong_tokens(inputs, positions, torch.full_like(labels, NOT_COUNTED)) == 0
-    assert wrong_tokens(inputs, torch.zeros_like(positions), labels) > 0, "attention would see single tokens"
-    # A tokenizer with one mark closes a document and opens the next by the same id.
-    tokens = torch.tensor([[9, 1, 2, 9, 3, 9, 4, 5]])
-    assert wrong_tokens(tokens[:, :-1], torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), tokens[:, 1:]) == 0
-    for tensor in (inputs, positions, labels):
-        tensor[1, 5] += 2
-        assert wrong_tokens(inputs, positions, labels) > 0
-        tensor[1, 5] -= 2
-    checks = checks_of(nn.Linear(2, 2))
-    crcs = set()
-    for changed in (None, inputs, positions, labels):
-        checks.begin_step(reported=True, place=NOWHERE)
-        if changed is not None:
-            changed += 1
-        checks.add_batch({"input": inputs, "positions": positions}, labels, seq_len=None)
-        crcs.add(checks._crc)
-    assert len(crcs) == 4, "peers of tensor parallelism compare each of them"
-
-
-SOUND = replace(RankReport(*[0] * 5), position=8, expected=8, crc=11)
-RANKS = [SOUND, replace(SOUND, data_rank=1, position=10, expected=10, crc=12)]
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"position": 12}, "step 5: rank 1 read block 12 instead of 10"),
-        ({"wrong_tokens": 5}, r"ranks \[1\] trained on positions or labels that do not .* \(\+5 on rank 1"),
-        ({"data_rank": 0}, "ranks 0 and 1 train on the same sequences and read different text"),
-    ],
-)
-def test_check_reports_names_differing_ranks(change: dict[str, int], text: str) -> None:
-    check_reports(5, RANKS)
-    with pytest.raises(RunFault, match=text):
-        check_reports(5, [RANKS[0], replace(RANKS[1], **change)])
-
-
-def test_two_data_ranks_with_equal_inputs_are_a_pair() -> None:
-    """Tensor-parallel peers, which read the same, are none."""
-    pairs = {None: RANKS, (0, 1): [SOUND, replace(RANKS[1], crc=11)]}
-    for pair, reports in pairs.items():
-        assert differing_pair([*reports, SOUND], same="crc", field="data_rank") == pair
+def test_a_rank_at_a_wrong_place_in_the_text_is_named() -> None:
+    check_places(5, (8, 8), None)
+    with pytest.raises(RunFault, match="step 5: rank 0 read block 12 instead of 10"):
+        check_places(5, (12, 10), None)
 
 
 class Layer(nn.Module):
