@@ -72,6 +72,9 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
             )
             for key in ("first", "last")
         },
+        "parallelism.pipeline_parallel_schedule_csv": Removed(
+            None, "was removed: set parallelism.pipeline_parallel_schedule to one of PyTorch's schedules"
+        ),
         "debug.deterministic_warn_only": Removed(
             False, "was removed: it only warned; set debug.deterministic = false to go on with other kernels"
         ),

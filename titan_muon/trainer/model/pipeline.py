@@ -1,7 +1,6 @@
 """Pipeline stages: checks of the schedule, and initial values independent of the pipeline degree."""
 
 import copy
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,7 +50,6 @@ def check_pipeline(model: Any, degrees: Parallelism) -> None:
 
 def _schedule(degrees: Parallelism) -> type:
     key, name = "parallelism.pipeline_parallel_schedule", degrees.pipeline_parallel_schedule
-    csv = degrees.pipeline_parallel_schedule_csv
     try:
         schedule: type = get_schedule_class(name)
     except ValueError as error:
@@ -62,10 +60,8 @@ def _schedule(degrees: Parallelism) -> type:
     if schedule is ScheduleDualPipeV:
         problem = "TorchTitan would report the loss of a rank that has none; use 'ZBVZeroBubble'"
         raise RecipeError(f"= {name!r}: {problem}", key=key)
-    if csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
-        raise RecipeError(f"= {name!r} has no order of its own; name another, or a file in {key}_csv", key=key)
-    if csv is not None and not os.path.isfile(csv):
-        raise RecipeError(f"= {csv!r} is not a file", key=f"{key}_csv")
+    if schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+        raise RecipeError(f"= {name!r} has no order of its own; name another", key=key)
     return schedule
 
 

@@ -96,7 +96,6 @@ class Parallelism:
     pipeline_parallel_degree: Count = 1  # Pipeline stages (PP); needs torch 2.14.
     # Not a Literal: PyTorch's list of schedules grows.
     pipeline_parallel_schedule: Text = "1F1B"  # PyTorch's name of the pipeline schedule.
-    pipeline_parallel_schedule_csv: Text | None = None  # File of the schedule PipelineScheduleMulti.
     pipeline_parallel_layers_per_stage: Count | None = None  # Absent: one stage per rank, two by some schedules.
 
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None

@@ -101,16 +101,14 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     degrees = recipe.parallelism
     uneven = vocabulary % degrees.tensor_parallel_degree != 0
     backend = compat.spmd_backend(degrees.spmd_backend, owned=owns(recipe), uneven_vocabulary=uneven)
-    # TorchTitan takes lists, and an empty string for no path.
-    parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
-    balancer = degrees.context_parallel_load_balancer
+    parts, balancer = degrees.module_fqns_per_model_part, degrees.context_parallel_load_balancer
     return _same_keys(
         ParallelismConfig,
         degrees,
         spmd_backend=backend,
         context_parallel_load_balancer=None if balancer == "none" else balancer,
+        # TorchTitan takes lists.
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
-        pipeline_parallel_schedule_csv="" if csv is None else csv,
         # A dry run may plan for another machine.
         enable_fsdp_symm_mem=degrees.enable_fsdp_symm_mem and on_accelerator(),
     )
