@@ -42,6 +42,8 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
             )
             for key, default in (("freq", 0), ("matrices", 2))
         },
+        "metrics.wandb_project": Removed("titan-muon", "was removed: set the environment variable WANDB_PROJECT"),
+        "metrics.wandb_offline": Removed(False, "was removed: set the environment variable WANDB_MODE=offline"),
         "metrics.save_for_all_ranks": Removed(
             False, "was removed: the rank with the loss writes the metrics, which are of all ranks; leave it out"
         ),

@@ -180,9 +180,7 @@ class Metrics:
 
     log_freq: Count = 10  # Steps between log lines.
     enable_tensorboard: bool = True  # Write TensorBoard events.
-    enable_wandb: bool = False  # Write to Weights & Biases.
-    wandb_project: str = "titan-muon"  # Project of Weights & Biases.
-    wandb_offline: bool = False  # Write to files beside the run, for `wandb sync`.
+    enable_wandb: bool = False  # Write to Weights & Biases, as its variables say (WANDB_PROJECT, WANDB_MODE).
     disable_color_printing: bool = False  # Plain log lines.
 
 

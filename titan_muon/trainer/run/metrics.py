@@ -10,7 +10,6 @@ import os
 import textwrap
 import time
 import tomllib
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ TAGS = {
     **{key: f"step/{key}" for key in ("grad_norm", "tokens_per_second", "mfu", "memory_gib")},
 }
 """TensorBoard groups tags by the first word; the file keeps the keys for scripts."""
-WANDB_ID_FILE = "wandb_id"
 
 
 class Boards(LoggerContainer):
@@ -113,35 +111,22 @@ class TensorBoard(TensorBoardLogger):
 
 
 class WandB(WandBLogger):
-    """Sends metrics to Weights & Biases under TensorBoard's tags. A continued `folder` stays a single run.
+    """Sends metrics to Weights & Biases under TensorBoard's tags. A continued run, by its id, stays a single run.
 
     `recipe`: as TOML. Raises RecipeError without wandb, or for a refusal by wandb.
     """
 
-    def __init__(self, folder: Path, recipe: str) -> None:
-        id_file = folder / WANDB_ID_FILE
-        if not id_file.is_file():
-            id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+    def __init__(self, folder: Path, run: str, recipe: str) -> None:
+        name = f"{folder.parent.name}/{folder.name}"
         # TorchTitan's logger and wandb read these variables. The user's values win.
-        os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
-        os.environ.setdefault("WANDB_RESUME", "allow")
-        os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
-        config = tomllib.loads(recipe)
-        os.environ.setdefault("WANDB_PROJECT", config["metrics"]["wandb_project"])
-        if config["metrics"]["wandb_offline"]:
-            os.environ.setdefault("WANDB_MODE", "offline")
+        for key, value in {"RUN_ID": run, "RESUME": "allow", "RUN_NAME": name, "PROJECT": "titan-muon"}.items():
+            os.environ.setdefault(f"WANDB_{key}", value)
         try:
-            import wandb
-        except ImportError as error:
-            raise RecipeError(
-                "= true: run pip install wandb, or set it to false", key="metrics.enable_wandb"
-            ) from error
-        try:
-            super().__init__(str(folder), config_dict=config)
-        except wandb.Error as error:
-            problem = str(error).splitlines()[0]
-            remedy = "Or set metrics.wandb_offline = true, or metrics.enable_wandb = false"
-            raise RecipeError(f"= true: {problem} {remedy}", key="metrics.enable_wandb") from error
+            super().__init__(str(folder), config_dict=tomllib.loads(recipe))
+        # The classes of wandb's errors are in wandb.
+        except Exception as error:
+            remedy = "pip install wandb, log in, set WANDB_MODE=offline, or set it to false"
+            raise RecipeError(f"= true: {str(error).splitlines()[0]}; {remedy}", key="metrics.enable_wandb") from error
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         super().log(dict(tagged(metrics)), step)
@@ -167,6 +152,7 @@ class RunMetrics(MetricsProcessor):
         first_step: int = 1
         seconds_before: float = 0.0
         recipe: str = ""
+        run: str = ""  # id
         trainer: Callable[[], Any] | None = None
 
     config: Config
@@ -201,7 +187,7 @@ class RunMetrics(MetricsProcessor):
                 folder = Path(dump_folder, config.save_tb_folder)
                 boards.add_logger(TensorBoard(folder, config.first_step, config.recipe))
             if config.enable_wandb:
-                boards.add_logger(WandB(Path(dump_folder), config.recipe))
+                boards.add_logger(WandB(Path(dump_folder), config.run, config.recipe))
         except OSError as error:
             raise unusable(dump_folder, error) from error
         return boards

@@ -182,11 +182,11 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
     return _same_keys(
         RunMetrics.Config,
         recipe.metrics,
-        without=["wandb_project", "wandb_offline"],  # `recipe` has them
         total_steps=recipe.training.steps,
         first_step=run.step + 1,
         seconds_before=run.seconds,
         recipe=without_password(to_toml(recipe)),
+        run=run.id or "",
         # No escape codes in a scheduler's log file.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )

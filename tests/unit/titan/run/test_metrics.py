@@ -24,7 +24,6 @@ from titan_muon.trainer.torchtitan import compat
 compat.install()
 
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml  # noqa: E402
-from titan_muon.trainer.recipe.torchtitan_sections import Metrics  # noqa: E402
 from titan_muon.trainer.run import console, metrics  # noqa: E402
 from titan_muon.trainer.run.console import _Useful, set_up_logging  # noqa: E402
 from titan_muon.trainer.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
@@ -245,43 +244,34 @@ def test_a_board_that_cannot_write_is_left_out_by_name(
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """wandb for TorchTitan's logger, and no environment."""
-    stub = mock.Mock(Error=OSError)
+    stub = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setattr(os, "environ", {})
     return stub
 
 
 def test_wandb_gets_the_recipe_and_continues_the_run(tmp_path: Path, wandb: mock.Mock) -> None:
-    """The resolved recipe is the run's config, a continued folder is the same run, and a new folder a new run."""
-    resumes: list[str | None] = []
-    wandb.init.side_effect = lambda **_: resumes.append(os.environ.get("WANDB_RESUME"))
-    for name in ("first", "first", "second"):
+    """The resolved recipe is the run's config, and the run's id is W&B's, unless the user has set another."""
+    for run in ("first", "first", "mine"):
         os.environ.clear()
-        (tmp_path / name).mkdir(exist_ok=True)
-        metrics.WandB(tmp_path / name, to_toml(Recipe(name="tiny")))
-    assert (os.environ["WANDB_PROJECT"], "WANDB_MODE" in os.environ) == ("titan-muon", False)
-    os.environ.clear()
-    os.environ |= {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}
-    offline = Recipe(metrics=Metrics(wandb_project="mine", wandb_offline=True))
-    metrics.WandB(tmp_path, to_toml(offline)).log({"loss": 1.0}, 3)
-    assert (os.environ["WANDB_PROJECT"], os.environ["WANDB_MODE"]) == ("mine", "offline")
-    first, again, second, mine = (call.kwargs for call in wandb.init.call_args_list)
-    assert (first["config"]["name"], first["config"]["muon"]["momentum"]) == ("tiny", Recipe().muon.momentum)
-    assert first["id"] == again["id"] != second["id"]
-    assert second["name"] == f"{tmp_path.name}/second"
-    assert (mine["id"], resumes) == ("mine", ["allow", "allow", "allow", "must"]), "the user's values win"
-    wandb.log.assert_called_once_with({"loss/train": 1.0}, step=3)
+        os.environ |= {"WANDB_RUN_ID": "theirs", "WANDB_RESUME": "must"} if run == "mine" else {}
+        metrics.WandB(tmp_path, run, to_toml(Recipe(name="tiny"))).log({"loss": 1.0}, 3)
+        assert os.environ["WANDB_RESUME"] == ("must" if run == "mine" else "allow")
+    calls = [call.kwargs for call in wandb.init.call_args_list]
+    assert [call["id"] for call in calls] == ["first", "first", "theirs"]
+    assert (calls[0]["config"]["name"], calls[0]["project"]) == ("tiny", "titan-muon")
+    assert calls[0]["name"] == f"{tmp_path.parent.name}/{tmp_path.name}"
+    wandb.log.assert_called_with({"loss/train": 1.0}, step=3)
 
 
 def test_a_refusal_of_wandb_is_an_error_with_the_key(
     tmp_path: Path, wandb: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb.init.side_effect = wandb.Error("No API key configured.\nmore")
-    remedies = {"No API key configured. Or set metrics.wandb_offline = true": wandb, "run pip install wandb": None}
-    for problem, module in remedies.items():
+    wandb.init.side_effect = ValueError("No API key configured.\nmore")
+    for problem, module in (("No API key configured.", wandb), ("import of wandb halted", None)):
         monkeypatch.setitem(sys.modules, "wandb", module)
-        with pytest.raises(RecipeError, match=f"^metrics.enable_wandb = true: {problem}"):
-            metrics.WandB(tmp_path, to_toml(Recipe()))
+        with pytest.raises(RecipeError, match=f"^metrics.enable_wandb = true: {problem}.*; pip install wandb, log in"):
+            metrics.WandB(tmp_path, "id", to_toml(Recipe()))
 
 
 @pytest.mark.usefixtures("logging_kept")
