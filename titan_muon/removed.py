@@ -42,6 +42,10 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
             )
             for key, default in (("freq", 0), ("matrices", 2))
         },
+        "qk_clip.rule": Removed(
+            [],
+            "was removed: qk_clip.threshold is of all heads; AttentionLayer.thresholds of the library has one for each",
+        ),
         "metrics.wandb_project": Removed("titan-muon", "was removed: set the environment variable WANDB_PROJECT"),
         "metrics.wandb_offline": Removed(False, "was removed: set the environment variable WANDB_MODE=offline"),
         "metrics.save_for_all_ranks": Removed(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -35,8 +33,7 @@ Projection = tuple[str, nn.Module, tuple[HeadRows, ...]]
 def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
     """Record logits in every layer, unless QK-clip is off.
 
-    Raises RecipeError for attention with unknown projections, with `clip` for normalized queries and keys, and for a
-    rule without heads.
+    Raises RecipeError for attention with unknown projections, and with `clip` for normalized queries and keys.
     """
     if section.mode == "off":
         return
@@ -57,7 +54,6 @@ def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
         config = attention.inner_attention
         options = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
         attention.inner_attention = OBSERVED[inner](**options)
-    _thresholds(section, model)
 
 
 def build_qk_clip(
@@ -72,8 +68,8 @@ def build_qk_clip(
         return None
     blocks = {f"layers.{key}": block for part in parts for key, block in part.get_submodule("layers").named_children()}
     layers = [
-        AttentionLayer(name, len(thresholds), tuple(_weights(blocks, name)), thresholds)
-        for name, thresholds in _thresholds(section, model).items()
+        AttentionLayer(name := f"layers.{number}", layer.attention.n_heads, tuple(_weights(blocks, name)))
+        for number, layer in enumerate(model.layers)
     ]
     clips = section.mode == "clip"
     clip = QKClip(layers, threshold=section.threshold, alpha=section.alpha, clips=clips, device=device)
@@ -85,31 +81,6 @@ def build_qk_clip(
             assert isinstance(inner, LogitObserver), f"{layer.name}: observe_logits was not called on the configuration"
             inner.keep_in(clip.logits(layer.name, rank * heads, heads))
     return clip
-
-
-def _thresholds(section: sections.QKClip, model: Decoder.Config) -> Mapping[str, tuple[float, ...]]:
-    """The threshold of each head, by layer. Raises RecipeError for unknown heads, and for a rule without effect."""
-    deciding: set[int] = set()
-
-    def decided(name: str, head: int) -> float:
-        for index, rule in enumerate(section.rule):
-            if fnmatchcase(name, rule.match) and (not rule.heads or head in rule.heads):
-                deciding.add(index)
-                return math.inf if rule.threshold == "none" else rule.threshold
-        return section.threshold
-
-    counts = {f"layers.{number}": layer.attention.n_heads for number, layer in enumerate(model.layers)}
-    thresholds = {name: tuple(decided(name, head) for head in range(count)) for name, count in counts.items()}
-    for index, rule in enumerate(section.rule):
-        matching = (count for name, count in counts.items() if fnmatchcase(name, rule.match))
-        if index not in deciding or max(rule.heads, default=0) >= min(matching, default=0):
-            raise RecipeError(
-                f"[{index}] (match = {rule.match!r}, heads = {list(rule.heads)}) names heads that do not "
-                f"exist, or that rules before take: the layers are layers.0 to layers.{len(counts) - 1}, with "
-                f"{min(counts.values())} heads; correct the rule, move it up or remove it",
-                key="qk_clip.rule",
-            )
-    return thresholds
 
 
 def _weights(blocks: dict[str, nn.Module], name: str) -> Iterator[HeadWeight]:
@@ -141,8 +112,6 @@ def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Itera
     does = "the largest logits are logged"
     if section.mode == "clip":
         does = f"heads with logits above {section.threshold:g} are clipped, alpha {section.alpha:g}"
-    rules = [f"{r.match} {list(r.heads) or 'all heads'} {r.threshold}" for r in section.rule]
-    does += f" (own thresholds: {'; '.join(rules)})" if rules else ""
     yield f"QK-clip: {does}; " + (f"one all-reduce of {sent:,} bytes a step" if world_size > 1 else "nothing is sent")
 
 

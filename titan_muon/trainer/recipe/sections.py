@@ -118,19 +118,6 @@ class Muon(StepOptions, Hyperparameters):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QKClipRule:
-    """One `[[qk_clip.rule]]`: the threshold of chosen heads."""
-
-    threshold: Annotated[
-        float | Literal["none"], Constraint('"none" or more than 0', lambda value: value == "none" or value > 0)
-    ]
-    """Largest allowed logit of each of these heads. `none`: their logits are only reported."""
-
-    match: Text = "*"  # Glob on layers, `layers.0`.
-    heads: tuple[Natural, ...] = ()  # Indices of query heads; empty: all.
-
-
-@dataclass(frozen=True, kw_only=True)
 class QKClip:
     """QK-clip (MuonClip; Kimi K2, 2025): scales down heads with large attention logits."""
 
@@ -138,7 +125,6 @@ class QKClip:
     """`log`: report each layer's largest logit. `clip`: also scale query and key weights of heads above threshold."""
 
     threshold: Positive = 100.0  # Largest allowed logit of a head.
-    rule: tuple[QKClipRule, ...] = ()  # Thresholds of chosen heads; the first match decides, else `qk_clip.threshold`.
     alpha: Share = 0.5  # Share of the factor for queries; keys take the rest.
 
 
