@@ -21,12 +21,10 @@ from titan_muon.trainer.commands.records import (
     PICTURE,
     RunRecord,
     Series,
-    amount,
     common_steps,
     read_runs,
     smooth,
     smoothing_window,
-    value_at,
 )
 from titan_muon.trainer.recipe import RecipeError
 
@@ -54,7 +52,7 @@ SPEEDS: dict[str, tuple[str, float, int]] = {
 """Name and unit, factor from the recorded unit, and digits of a speed or memory."""
 
 
-def evenly(steps: Sequence[float], intervals: int = 10) -> list[float]:
+def evenly(steps: Sequence[int], intervals: int = 10) -> list[int]:
     """At most `intervals` + 1 of `steps`: the first, the last and evenly spaced steps between."""
     if len(steps) <= intervals + 1:
         return list(steps)
@@ -77,7 +75,7 @@ def thresholds(curves: dict[str, Series]) -> dict[str, float]:
     return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
-def first_reach(curve: Series, loss: float) -> float | None:
+def first_reach(curve: Series, loss: float) -> int | None:
     """First step at which `curve` is at or below `loss`."""
     return next((step for step, value in curve.items() if value <= loss), None)
 
@@ -124,7 +122,7 @@ def recipe_section(runs: Sequence[RunRecord]) -> str:
     if len(known) > 1:
         parts.append(
             "Warning: the runs do not train on the same tokens in a step: their losses at a step cannot be compared. "
-            "Compare them with `--x tokens`, or give their recipes the same training.global_batch_size and seq_len."
+            "Give their recipes the same training.global_batch_size and seq_len."
         )
     return "\n\n".join(parts)
 
@@ -136,45 +134,33 @@ def _differing_keys(runs: Sequence[RunRecord]) -> str:
     return markdown("key", runs, differing) if differing else "The recipes are the same."
 
 
-def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
-    """`key` at common places of `axis`, and at each run's end if the ends differ."""
+def loss_section(runs: Sequence[RunRecord], key: str) -> str:
+    """`key` at common steps, and at each run's end if the ends differ."""
     missing = [run.label for run in runs if not run.of(key)]
     if missing:
         return f"Not recorded by {', '.join(missing)}."
-    places = evenly(common_steps(runs, key))
-    rows = [[amount(place), *with_differences([value_at(run.of(key), place) for run in runs])] for place in places]
+    steps = evenly(common_steps(runs, key))
+    rows = [[f"{step:,}", *with_differences([run.of(key)[step] for run in runs])] for step in steps]
     ends = [max(run.of(key)) for run in runs]
-    if not places or len(set(ends)) > 1:
+    if not steps or len(set(ends)) > 1:
         lasts = with_differences([run.of(key)[end] for run, end in zip(runs, ends, strict=True)])
-        rows.append(["end", *(f"{axis} {amount(end)}: {last}" for end, last in zip(ends, lasts, strict=True))])
+        rows.append(["end", *(f"step {end:,}: {last}" for end, last in zip(ends, lasts, strict=True))])
     if any(run.seeds > 1 for run in runs):
         deviations = [list(run.spread.get(key, {}).values())[-1:] for run in runs]
         rows.append(["± over seeds", *(f"{value[0]:.4f}" if value else ABSENT for value in deviations)])
-    return markdown(axis, runs, rows)
+    return markdown("step", runs, rows)
 
 
-def reach_section(runs: Sequence[RunRecord], key: str, window: float, axis: str) -> str:
-    """Steps or tokens until the smoothed `key` first reaches each threshold, and seconds if recorded."""
+def reach_section(runs: Sequence[RunRecord], key: str, window: int) -> str:
+    """Steps until the smoothed `key` first reaches each threshold."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
-    places, seconds = [], []
-    for name, loss in thresholds(curves).items():
-        reached = [first_reach(curves[run.label], loss) for run in runs]
-        times = [
-            None if place is None else run.of(f"seconds.{key}").get(place)
-            for run, place in zip(runs, reached, strict=True)
-        ]
-        places.append([name, *with_ratios(reached, 0)])
-        seconds.append([name, *with_ratios(times, 1)])
-    if not places:
-        return "No run ended with a finite value."
-    unit = axis.replace("step", "steps")
-    parts = [
-        f"Means of the last {amount(window)} {unit}; ratios to {runs[0].label}.",
-        markdown(f"{unit} to", runs, places),
+    rows = [
+        [name, *with_ratios([first_reach(curve, loss) for curve in curves.values()], 0)]
+        for name, loss in thresholds(curves).items()
     ]
-    if any(run.of(f"seconds.{key}") for run in runs):
-        parts.append(markdown("seconds to", runs, seconds))
-    return "\n\n".join(parts)
+    if not rows:
+        return "No run ended with a finite value."
+    return f"Means of the last {window} steps; ratios to {runs[0].label}.\n\n{markdown('steps to', runs, rows)}"
 
 
 def speed_section(runs: Sequence[RunRecord]) -> str:
@@ -188,24 +174,23 @@ def speed_section(runs: Sequence[RunRecord]) -> str:
     return markdown("median", runs, rows) if rows else "Not recorded."
 
 
-def report(runs: Sequence[RunRecord], metric: str, window: float, axis: str = "step") -> str:
+def report(runs: Sequence[RunRecord], metric: str, window: int) -> str:
     """The whole text: the runs, then the sections."""
-    ends = [amount(max(place for key in LOSSES for place in run.of(key))) for run in runs]
-    names = [f"- {run.label}: {run.folder}, to {axis} {end}" for run, end in zip(runs, ends, strict=True)]
+    ends = [max(step for key in LOSSES for step in run.of(key)) for run in runs]
+    names = [f"- {run.label}: {run.folder}, to step {end:,}" for run, end in zip(runs, ends, strict=True)]
     sections = {"Recipe": recipe_section(runs)}
-    sections |= {title: loss_section(runs, key, axis) for key, title in LOSSES.items()}
-    sections[f"{LOSSES[metric]} to reach"] = reach_section(runs, metric, window, axis)
+    sections |= {title: loss_section(runs, key) for key, title in LOSSES.items()}
+    sections[f"{LOSSES[metric]} to reach"] = reach_section(runs, metric, window)
     sections["Speed"] = speed_section(runs)
     return "\n\n".join(["\n".join(names), *(f"## {title}\n\n{text}" for title, text in sections.items())])
 
 
-def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: float, axis: str) -> None:
+def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int) -> None:
     """Draw the smoothed `metric` over the thin raw line, and with the training loss the validation loss as markers.
 
     Runs over seeds have a band of a standard deviation instead of the raw line.
     """
-    unit = axis.replace("step", "steps")
-    title = LOSSES[metric] if window == 1 else f"{LOSSES[metric]} (mean of the last {amount(window)} {unit})"
+    title = LOSSES[metric] if window == 1 else f"{LOSSES[metric]} (mean of the last {window} steps)"
     validated = metric == "loss" and any(run.of("val_loss") for run in runs)
     for i, run in enumerate(runs):
         color, line = COLORS[i % len(COLORS)], LINES[i % len(LINES)]
@@ -222,7 +207,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
         axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2, marker=dots, label=run.label)
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
-    axes.set_xlabel(axis)
+    axes.set_xlabel("step")
     # A rounded label of half a step names a wrong place.
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -231,13 +216,13 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
     axes.grid(alpha=0.3)
 
 
-def picture(runs: Sequence[RunRecord], metric: str, window: float, title: str | None, axis: str) -> Figure:
+def picture(runs: Sequence[RunRecord], metric: str, window: int, title: str | None) -> Figure:
     """The curves, and the runs' labels below; 1200 pixels wide."""
     # As many columns as fit into the width.
     columns = max(1, min(len(runs), 120 // (8 + max(len(run.label) for run in runs))))
     height = 5 + 0.25 * -(-len(runs) // columns)
     figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
-    plot_curves(figure.subplots(), runs, metric, window, axis)
+    plot_curves(figure.subplots(), runs, metric, window)
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, handlelength=3)
     if title is not None:
         figure.suptitle(title, fontweight="bold")
@@ -249,7 +234,6 @@ def compare(
     output: Path | None = None,
     metric: Literal["loss", "val_loss", "bits_per_byte"] = "loss",
     title: str | None = None,
-    x: Literal["step", "tokens"] = "step",
 ) -> None:
     """Compare two or more runs, the others to the first. Runs that differ by their seeds alone are one curve with a
     band of a standard deviation.
@@ -259,17 +243,16 @@ def compare(
         output: The picture, .png or .svg; default: compare.png in the folder that has all the runs.
         metric: Metric to reach and to draw; `loss` also draws the validation loss.
         title: Heading of the picture.
-        x: Compare losses at the same step, or after the same number of tokens.
     """
     if output is not None and output.suffix not in (".png", ".svg"):
         raise RecipeError(f"--output {output}: the suffix must be .png or .svg")
     if output is not None and not output.parent.is_dir():
         raise RecipeError(f"--output {output}: there is no folder {output.parent}")
-    records = read_runs(runs, metric, x)
-    window = smoothing_window(common_steps(records, metric), x)
-    print(report(records, metric, window, x))
+    records = read_runs(runs, metric)
+    window = smoothing_window(common_steps(records, metric))
+    print(report(records, metric, window))
     file = output or Path(os.path.commonpath([run.folder.resolve().parent for run in records]), PICTURE)
     with rc_context(STYLE):
-        figure = picture(records, metric, window, title, x)
+        figure = picture(records, metric, window, title)
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     print(f"\nPicture: {file}")

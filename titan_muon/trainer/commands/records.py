@@ -17,10 +17,9 @@ SEEDS = frozenset({"debug.seed", "data.seed"})
 """Keys with different values in the runs of a setting."""
 PICTURE = "compare.png"
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
-LOSS_FIELDS = tuple(name for loss in LOSSES for name in (loss, f"seconds.{loss}"))
 
-Series = dict[float, float]
-"""A recorded quantity by step or tokens, in ascending order."""
+Series = dict[int, float]
+"""A recorded quantity by step, in ascending order."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,6 @@ class RunRecord:
     def of(self, key: str) -> Series:
         """Series of `key`; empty if not recorded."""
         return self.series.get(key, {})
-
-    def along(self, axis: str) -> "RunRecord":
-        """The same run with losses by `axis` instead of by step, except losses of steps without recorded tokens."""
-
-        def moved(tables: dict[str, Series]) -> dict[str, Series]:
-            return tables | {name: self._move(tables[name]) for name in LOSS_FIELDS if name in tables}
-
-        return self if axis == "step" else replace(self, series=moved(self.series), spread=moved(self.spread))
-
-    def _move(self, values: Series) -> Series:
-        places = self.of("tokens")
-        return {round(places[step], 3): value for step, value in values.items() if step in places}
 
     def median(self, key: str) -> float | None:
         """Median of the finite values of `key`; None without finite values."""
@@ -100,19 +87,13 @@ def read_recipe(run: RunFolder) -> dict[str, str]:
 
 
 def read_series(run: RunFolder) -> dict[str, Series]:
-    """Numbers of a run's metrics by field and step; the last record of a step and field counts.
-
-    Training and validation both record `seconds`, so each loss also gets `seconds.<loss>`.
-    """
+    """Numbers of a run's metrics by field and step; the last record of a step and field counts."""
     series: dict[str, Series] = {}
     records = run.records()
     if not records:
         raise RecipeError(f"{run.path / METRICS}: no record; the run has not logged a step")
     for record in sorted(records, key=lambda record: record["step"]):
-        numbers = flatten(record)
-        if "seconds" in numbers:
-            numbers |= {f"seconds.{loss}": numbers["seconds"] for loss in LOSSES if loss in numbers}
-        for key, value in numbers.items():
+        for key, value in flatten(record).items():
             if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
                 series.setdefault(key, {})[record["step"]] = float(value)
     return series
@@ -142,8 +123,8 @@ def _without_seeds(name: str) -> str:
     return ",".join(pair for pair in name.split(",") if pair.partition("=")[0] not in SEEDS)
 
 
-def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
-    """Read the runs `paths`, in order, with losses by `axis`. Runs that differ only by seeds are averaged.
+def read_runs(paths: Sequence[Path], metric: str) -> list[RunRecord]:
+    """Read the runs `paths`, in order. Runs that differ only by seeds are averaged.
 
     Raises RecipeError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """
@@ -157,9 +138,6 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
         recipe, series = read_recipe(RunFolder(folder)), read_series(RunFolder(folder))
         if metric not in series:
             raise RecipeError(f"{folder / METRICS}: `{metric}` was not recorded")
-        needed = metric if axis == "step" else axis
-        if needed not in series:
-            raise RecipeError(f"{folder / METRICS}: `{axis}` was not recorded; compare with --x step")
         ranks = RunFolder(folder).world_size
         setting = repr([ranks, *(item for item in recipe.items() if item[0] not in PLACE | SEEDS)])
         run = RunRecord("", folder, recipe, series, tokens_per_step(series.get("tokens", {})), ranks)
@@ -167,12 +145,12 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
         while any(_seeds(run) == _seeds(other) for other in settings.get(setting, [])):
             setting += " again"
         settings.setdefault(setting, []).append(run)
-    runs = [over_seeds(group).along(axis) for group in settings.values()]
+    runs = [over_seeds(group) for group in settings.values()]
     labels = unique_labels([run.folder for run in runs])
     seeds = [f" ({run.seeds} seeds)" if run.seeds > 1 else "" for run in runs]
     runs = [replace(run, label=label + more) for run, label, more in zip(runs, labels, seeds, strict=True)]
     if not common_steps(runs, metric):
-        raise RecipeError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
+        raise RecipeError(f"{', '.join(labels)}: no step at which each of them recorded `{metric}`")
     return runs
 
 
@@ -195,28 +173,17 @@ def over_seeds(runs: Sequence[RunRecord]) -> RunRecord:
     return replace(runs[0], recipe=recipe, series=series, spread=spread, seeds=len(runs))
 
 
-def common_steps(runs: Sequence[RunRecord], key: str) -> list[float]:
-    """Steps or tokens with `key` in every run, in order."""
+def common_steps(runs: Sequence[RunRecord], key: str) -> list[int]:
+    """Steps with `key` in every run, in order."""
     return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
 
 
-def value_at(series: Series, place: float) -> float:
-    """The last value recorded until `place`."""
-    return series[max(step for step in series if step <= place)]
+def smoothing_window(steps: Sequence[int]) -> int:
+    """Steps of the moving average, equal for all runs: a twentieth of the last step, at most 100."""
+    return min(100, max(1, steps[-1] // 20))
 
 
-def amount(value: float) -> str:
-    """A number of steps or tokens, as text."""
-    return f"{value:,.0f}"
-
-
-def smoothing_window(steps: Sequence[float], axis: str = "step") -> float:
-    """Moving-average window along `axis`, equal for all runs: a twentieth of the last step, at most 100 steps."""
-    window = max(1, steps[-1] // 20)
-    return min(100, window) if axis == "step" else window
-
-
-def smooth(series: Series, window: float) -> Series:
+def smooth(series: Series, window: int) -> Series:
     """Mean over the last `window` steps, or over the last fifth of the steps if shorter, because early losses fall
     fast.
     """
