@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import models  # noqa: F401 (registers the families)
 from titan_muon import command, preview
 from titan_muon.forecast.config_file import plan_config
-from titan_muon.trainer.dry_run.stages import StageReport, dry_run
+from titan_muon.trainer.dry_run.verdict import StageReport, dry_run
 from titan_muon.trainer.recipe import load
 from titan_muon.trainer.run.runs import Run
 from titan_muon.trainer.run.trainer_config import trainer_config

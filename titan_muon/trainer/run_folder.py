@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
 from titan_muon.trainer.recipe.schema import keys, may_change, values
 from titan_muon.trainer.recipe.toml import read_layers, value_text
-from titan_muon.trainer.recipe.torchtitan_sections import DEGREES
+from titan_muon.trainer.recipe.torchtitan_sections import DEGREES, Checkpoint
 
 RECIPE, RUN, TOKENIZER, METRICS, LATEST = "recipe.toml", "run.json", "tokenizer.json", "metrics.jsonl", "latest"
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
@@ -89,12 +89,7 @@ class RunFolder:
     @property
     def recipe_to_read(self) -> Recipe:
         """The recipe for a checkpoint's weights, without the files that only the first step needed."""
-        start: dict[str, Any] = {
-            "initial_load_path": None,
-            "initial_load_in_hf": False,
-            "initial_load_in_hf_quantized": False,
-        }
-        checkpoint = replace(self.recipe.checkpoint, load="none", load_step=-1, last_save_in_hf=False, **start)
+        checkpoint = Checkpoint(folder=self.recipe.checkpoint.folder)
         model = replace(self.recipe.model, hf_assets_path=None)
         return replace(self.recipe, checkpoint=checkpoint, model=model)
 

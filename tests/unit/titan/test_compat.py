@@ -148,9 +148,6 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
         assert compat.spmd_backend("auto") == backend
         assert compat.spmd_backend("spmd_types") == "spmd_types"
         assert compat.spmd_backend("auto", owned=True) == "partial_dtensor"
-        # Curves of owned and shard0 then come from different code, and the user must know.
-        assert bool(compat.spmd_note("auto", owned=True)) == (backend == "spmd_types")
-        assert compat.spmd_note("auto", owned=False) == compat.spmd_note("partial_dtensor", owned=True) == ""
         assert compat.spmd_backend("auto", uneven_vocabulary=True) == "partial_dtensor"
         with pytest.raises(ValueError, match="a vocabulary that tensor_parallel_degree divides"):
             compat.spmd_backend("spmd_types", uneven_vocabulary=True)

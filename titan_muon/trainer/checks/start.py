@@ -1,10 +1,10 @@
-"""Compares recipe, code, versions, text and tokenizer of all ranks before the first step."""
+"""Checks before the first step: equal recipe, code, versions and text on all ranks, and the keys on this machine."""
 
 import hashlib
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,15 +17,24 @@ from torchtitan.components.tokenizer import BaseTokenizer
 import titan_muon
 from titan_muon import registry
 from titan_muon.engine.tensors.names import listed
+from titan_muon.trainer.data.documents import Documents
 from titan_muon.trainer.data.loader import PackedDataLoader
+from titan_muon.trainer.data.tokenizers import check_tokenizer_folder
 from titan_muon.trainer.device import passes_dtype, this_device
 from titan_muon.trainer.recipe import Recipe, RecipeError
 from titan_muon.trainer.recipe.files import written_values
+from titan_muon.trainer.recipe.schema import values
 from titan_muon.trainer.recipe.toml import value_text
+from titan_muon.trainer.torchtitan import compat
 
 LISTED = 8
 PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
 """Keys that may differ: equal files may be at another path on each node, see `data_facts`."""
+ON_GPUS_ALONE = (
+    "parallelism.enable_fsdp_symm_mem",
+    "compile.enable_async_tensor_parallel",
+    "profiler.enable_memory_snapshot",
+)
 
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
@@ -104,3 +113,39 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], 4)}"
+
+
+def check_machine(recipe: Recipe) -> None:
+    """Raise RecipeError for options without support on this machine's device, and as `data_problems`."""
+    if compat.install():
+        refuse_on_cpu(recipe)
+    for problem in data_problems(recipe):
+        raise problem
+
+
+def refuse_on_cpu(recipe: Recipe) -> None:
+    """Raise RecipeError for GPU-only options."""
+    current = values(recipe)
+    for key in ON_GPUS_ALONE:
+        if current[key]:
+            raise RecipeError("= true is not accepted on the CPU; it needs GPUs. Set it to false.", key=key)
+    if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
+        raise RecipeError(
+            '= "async_with_pinned_mem" is not accepted on the CPU, which pins no memory; use "async".',
+            key="checkpoint.async_mode",
+        )
+
+
+def data_problems(recipe: Recipe) -> Iterator[RecipeError]:
+    """Errors for text and tokenizer files that this machine lacks."""
+    data = recipe.data
+    try:
+        if data.source != "hf":
+            _ = Documents(data).all
+    except RecipeError as error:
+        yield error
+    try:
+        if data.tokenizer == "hf":
+            check_tokenizer_folder(data.tokenizer_path)
+    except RecipeError as error:
+        yield error

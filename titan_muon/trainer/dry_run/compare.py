@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from titan_muon.trainer.dry_run.stages import StageReport, dry_run
+from titan_muon.trainer.dry_run.verdict import StageReport, dry_run
 from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.recipe.command_line import Alternative
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +22,7 @@ from titan_muon.trainer.assign.explain import stage_ranks
 from titan_muon.trainer.device import planning_for, this_device
 from titan_muon.trainer.dry_run.training import ModelSize
 from titan_muon.trainer.model.qk_clip import reduced_bytes
-from titan_muon.trainer.recipe import Recipe, RecipeError, as_recipe_errors
+from titan_muon.trainer.recipe import Recipe, as_recipe_errors
 from titan_muon.trainer.recipe.degrees import check_layout
 from titan_muon.trainer.run.runs import Run
 from titan_muon.trainer.run.trainer import MuonTrainer
@@ -61,26 +59,14 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     check_layout(recipe, world_size)
     kind = this_device() if device is None else device
     ranks = stage_ranks(world_size, recipe.parallelism.pipeline_parallel_degree, stage)
-    with _recipe_errors(), planning_for(kind), fake_world(world_size, ranks[0]):
+    with as_recipe_errors(), planning_for(kind), fake_world(world_size, ranks[0]):
         config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
         parts, size = _sharded_parts(config, world_size)
-        with as_recipe_errors():
-            built = _optimizers(config, parts)
-            plan = plan_of(muon_of(built), kind)
+        built = _optimizers(config, parts)
+        plan = plan_of(muon_of(built), kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
         return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
-
-
-@contextmanager
-def _recipe_errors() -> Iterator[None]:
-    try:
-        yield
-    except RecipeError:
-        raise
-    # TorchTitan raises these for bad configurations, without a key.
-    except (ValueError, NotImplementedError) as error:
-        raise RecipeError(str(error)) from error
 
 
 def _optimizers(config: MuonTrainer.Config, parts: list[nn.Module]) -> OptimizerSet:

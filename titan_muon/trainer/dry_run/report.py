@@ -10,9 +10,8 @@ from pathlib import Path
 from titan_muon.assignment.table import decay_lines, parameter_table
 from titan_muon.forecast import lines
 from titan_muon.trainer.assign import explain
-from titan_muon.trainer.checks.machine import data_problems
-from titan_muon.trainer.dry_run.stages import StageReport, dry_run, is_for_this_machine
-from titan_muon.trainer.dry_run.verdict import verdict_lines
+from titan_muon.trainer.checks.start import data_problems
+from titan_muon.trainer.dry_run.verdict import StageReport, dry_run, is_for_this_machine, verdict_lines
 from titan_muon.trainer.model.qk_clip import qk_clip_lines
 from titan_muon.trainer.recipe import RecipeError, to_toml
 from titan_muon.trainer.recipe.command_line import Command
@@ -47,7 +46,7 @@ def report(command: Command) -> None:
     for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if command.json is not None:
-        _write("--json", command.json, _json_text(parts))
+        _write(Path(command.json), _json_text(parts))
 
 
 def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:
@@ -63,13 +62,12 @@ def _plan_lines(part: StageReport, *, full: bool) -> Iterable[str]:
     yield from lines.memory_lines(part.estimate, full=full)
 
 
-def _write(flag: str, path: str, text: str) -> None:
-    """Write a file of the command line's `flag`. Raises RecipeError."""
+def _write(path: Path, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
-        raise RecipeError(f"{flag} {path}: {problem}") from error
+        raise RecipeError(f"--json {path}: {problem}") from error
     print(f"\nwrote {path}")
 
 

@@ -1,4 +1,4 @@
-"""The verdict of a dry run: whether memory suffices, and Muon's cost over AdamW."""
+"""The dry run of a recipe for each pipeline stage, and its verdict: whether memory suffices, and Muon's cost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from titan_muon.forecast.memory import Memory
-from titan_muon.forecast.model import Estimate
+from titan_muon.forecast.model import Estimate, estimate_of
 from titan_muon.options import plural
 from titan_muon.planner.machine import ERROR, MachineRates
-from titan_muon.trainer.dry_run.meta_model import MetaModel
+from titan_muon.trainer.checks.start import check_machine
+from titan_muon.trainer.device import this_device
+from titan_muon.trainer.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.trainer.dry_run.training import TRAINING_SHARE, Passes, Training
-from titan_muon.trainer.recipe import Recipe
+from titan_muon.trainer.recipe import Recipe, check_degrees
 from titan_muon.trainer.recipe.degrees import degrees_in_use
 
 MOST_OVERHEAD = 1.0
@@ -62,6 +64,37 @@ class Verdict:
     @property
     def fits(self) -> bool:
         return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Estimate for the model or a pipeline stage."""
+
+    meta: MetaModel
+    estimate: Estimate
+    verdict: Verdict
+
+
+def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -> list[StageReport]:
+    """A report for each pipeline stage. Raises RecipeError like training."""
+    world = smallest_world(recipe) if world_size is None else world_size
+    # A world size means a cluster of GPUs, mostly planned on a laptop without GPUs.
+    kind = device if device is not None else this_device() if world_size is None else "cuda"
+    check_degrees(recipe, world)
+    if is_for_this_machine(world_size, device):
+        check_machine(recipe)
+    stages = range(recipe.parallelism.pipeline_parallel_degree)
+    metas = [build_meta_model(recipe, world, kind, stage=stage) for stage in stages]
+    estimates = [estimate_of(meta, recipe.machine) for meta in metas]
+    return [
+        StageReport(meta, estimate, verdict_of(meta, estimate, recipe))
+        for meta, estimate in zip(metas, estimates, strict=True)
+    ]
+
+
+def is_for_this_machine(world_size: int | None, device: str | None) -> bool:
+    """Whether a dry run plans for this machine, rather than for a cluster or another device."""
+    return world_size is None and device in (None, this_device())
 
 
 def verdict_of(meta: MetaModel, estimate: Estimate, recipe: Recipe) -> Verdict:

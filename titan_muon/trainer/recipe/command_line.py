@@ -236,10 +236,5 @@ def _check(options: Options) -> None:
     given = [name for name in printed if getattr(options, name) not in (None, False)]
     if options.compare and given:
         raise RecipeError(f"--compare prints a table only; leave out --{given[0]}.", source=SOURCE)
-    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
-        folder = Path(options.json).parent
-        raise RecipeError(
-            f"--json {options.json}: there is no folder {folder}; make it, or name another file.", source=SOURCE
-        )
     if options.quiet and options.dry_run:
         raise RecipeError("--quiet is for training; a dry run only prints. Leave one of them out.", source=SOURCE)

@@ -158,7 +158,7 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
         raise refuse(sources.get(key, file), key, current[key], f"{text}. Here {shown}" if shown else text)
 
 
-def recipe_error(error: ValueError) -> RecipeError:
+def recipe_error(error: Exception) -> RecipeError:
     """A library error in terms of the recipe: a keyword of Muon becomes a key."""
     if isinstance(error, UnknownName):
         return RecipeError(error.problem, key=error.key)
@@ -178,8 +178,10 @@ def recipe_error(error: ValueError) -> RecipeError:
 
 @contextmanager
 def as_recipe_errors() -> Iterator[None]:
-    """Context in which an error of the library becomes an error of the recipe."""
+    """Context in which an error of the library or of TorchTitan becomes an error of the recipe."""
     try:
         yield
-    except ValueError as error:
+    except RecipeError:
+        raise
+    except (ValueError, NotImplementedError) as error:
         raise recipe_error(error) from error

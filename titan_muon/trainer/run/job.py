@@ -22,8 +22,7 @@ from titan_muon.forecast.memory import owner_loads
 from titan_muon.options import plural
 from titan_muon.planner.summary import summarize
 from titan_muon.trainer.assign import explain
-from titan_muon.trainer.checks.machine import check_machine
-from titan_muon.trainer.checks.start import check_start, data_facts, start_facts
+from titan_muon.trainer.checks.start import check_machine, check_start, data_facts, start_facts
 from titan_muon.trainer.data.loader import PackedDataLoader
 from titan_muon.trainer.data.tokenizers import BPETokenizer
 from titan_muon.trainer.device import on_accelerator
@@ -40,7 +39,6 @@ from titan_muon.trainer.launch.folder_lock import FolderLock
 from titan_muon.trainer.launch.watchdog import Watchdog
 from titan_muon.trainer.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.trainer.recipe import Recipe, RecipeError, check_degrees
-from titan_muon.trainer.recipe.constraints import owns
 from titan_muon.trainer.recipe.files import with_source
 from titan_muon.trainer.run import runs
 from titan_muon.trainer.run.console import print_error_once, print_on_rank0, set_up_logging
@@ -255,8 +253,6 @@ def _print_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: lis
 
 
 def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
-    if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
-        print_on_rank0(note)
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     if run.checkpoint is not None:
         print_on_rank0(f"continuing after step {trainer.step}, from {run.checkpoint}")

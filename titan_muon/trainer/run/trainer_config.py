@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.components.quantization import (
+    Float8GroupedExpertsConverter,
+    Float8LinearConverter,
+    MXFP8GroupedExpertsConverter,
+    MXFP8LinearConverter,
+    NVFP4LinearConverter,
+    QuantizationConverter,
+)
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
@@ -21,10 +29,9 @@ from titan_muon.trainer.data.validation import HeldOutValidator
 from titan_muon.trainer.device import loss_chunks, on_accelerator, passes_dtype, this_device
 from titan_muon.trainer.model.parallelize import with_placement
 from titan_muon.trainer.model.qk_clip import observe_logits
-from titan_muon.trainer.model.quantization import converters
 from titan_muon.trainer.model.spec import check_modules, model_spec, whole_model
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
-from titan_muon.trainer.recipe.constraints import owns
+from titan_muon.trainer.recipe.constraints import compiles_the_model, owns
 from titan_muon.trainer.recipe.degrees import local_batch_size
 from titan_muon.trainer.recipe.sections import ActivationCheckpoint
 from titan_muon.trainer.recipe.toml import without_password
@@ -57,7 +64,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         stop=stop,
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
-        converters=converters(recipe),
+        converters=_converters(recipe),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_folder("model.hf_assets_path", model.hf_assets_path, "a model's Hugging Face folder") or "",
         dump_folder=run.folder,
@@ -209,3 +216,22 @@ def _loss_config(recipe: Recipe, vocabulary: int) -> BaseLoss.Config:
     tokens = recipe.training.seq_len // recipe.parallelism.context_parallel_degree
     chunks = loss_chunks(recipe.loss.chunks, tokens)
     return entropy if chunks == 1 else ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=entropy)
+
+
+def _converters(recipe: Recipe) -> tuple[QuantizationConverter.Config, ...]:
+    """TorchTitan's converters for a model's configuration, which refuse missing hardware and packages when built."""
+    compiled = {"model_compile_enabled": compiles_the_model(recipe)}
+    float8, mxfp8, nvfp4 = recipe.float8, recipe.mxfp8, recipe.nvfp4
+    made: list[QuantizationConverter.Config] = []
+    if float8.linear:
+        options = {"recipe_name": float8.recipe_name, "filter_fqns": list(float8.filter_fqns)}
+        made.append(Float8LinearConverter.Config(**options, emulate=float8.emulate, **compiled))
+    if float8.experts:
+        made.append(Float8GroupedExpertsConverter.Config(**compiled))
+    if mxfp8.linear:
+        made.append(MXFP8LinearConverter.Config(fqns=list(mxfp8.fqns), **compiled))
+    if mxfp8.experts:
+        made.append(MXFP8GroupedExpertsConverter.Config(pad_multiple=mxfp8.pad_multiple, **compiled))
+    if nvfp4.linear:
+        made.append(NVFP4LinearConverter.Config(fqns=list(nvfp4.fqns), **compiled))
+    return tuple(made)

@@ -292,16 +292,6 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
     return "spmd_types" if fits else "partial_dtensor"
 
 
-def spmd_note(requested: str, *, owned: bool) -> str:
-    """Console line if owned matrices decide on the SPMD backend, or empty."""
-    if requested != "auto" or spmd_backend(requested) == spmd_backend(requested, owned=owned):
-        return ""
-    return (
-        "parallelism.spmd_backend: partial_dtensor, because of owned matrices; without them spmd_types, whose tensor "
-        "parallelism computes by other code. Set partial_dtensor in both to compare them"
-    )
-
-
 def init_distributed(config: Any, *, store: dist.Store, cpu_backend: bool = False, folder: str = "") -> None:
     """TorchTitan's `init_distributed` on `store`. Keeps the user's TORCH_FR_BUFFER_SIZE without traces.
 

@@ -24,11 +24,19 @@ from tests import tiny
 from titan_muon.trainer.checks.machine import refuse_on_cpu
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
-from titan_muon.trainer.run import job
-from titan_muon.trainer.run.console import print_on_rank0
-from titan_muon.trainer.run.runs import Run
-from titan_muon.trainer.run.signals import StopSignals
-from titan_muon.trainer.run.trainer_config import trainer_config
+from titan_muon.trainer.torchtitan import compat
+
+compat.install()
+
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
+
+from titan_muon.trainer.checks.start import refuse_on_cpu  # noqa: E402
+from titan_muon.trainer.model.spec import model_spec  # noqa: E402
+from titan_muon.trainer.run import job  # noqa: E402
+from titan_muon.trainer.run.console import print_on_rank0  # noqa: E402
+from titan_muon.trainer.run.runs import Run  # noqa: E402
+from titan_muon.trainer.run.signals import StopSignals  # noqa: E402
+from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
 
 
 def config(folder: Path, world_size: int = 1, **values: object):
