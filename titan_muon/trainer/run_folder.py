@@ -70,7 +70,8 @@ class RunFolder:
             others = ", ".join(sorted(folder.name for folder in path.parent.glob("[!.]*") if folder.is_dir()))
             remedy = f"{path.parent} has {others}" if others else "train first: titan-muon train --config RECIPE"
             raise RecipeError(f"{path}: no such folder; {remedy}")
-        newest = next((run for run in runs_in(path) if run.has_records), None)
+        logs = [(run, run.path / METRICS) for run in runs_in(path)]
+        newest = next((run for run, file in logs if file.is_file() and file.stat().st_size > 0), None)
         if newest is None:
             raise RecipeError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
         notice(f"{newest.path}: the newest run in {path}")
@@ -127,12 +128,6 @@ class RunFolder:
         if self._run and self.recipe.data.tokenizer == "bpe":
             raise RecipeError(f"{self.path / TOKENIZER} is missing; restore the file, or name another run")
         return None
-
-    @property
-    def has_records(self) -> bool:
-        """Whether the run has logged a step."""
-        file = self.path / METRICS
-        return file.is_file() and file.stat().st_size > 0
 
     def records(
         self, until: float = float("inf"), warn: Callable[[str], None] = _say, file: str = METRICS

@@ -211,7 +211,8 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, ParameterInfo] | None =
     return HybridOptimizers.Config(
         # A run prints more, once it has a folder.
         report=False,
-        offload=offload_of(recipe),
+        # Not detected from parameters: on the CPU, host and device are the same.
+        offload="parameters" if recipe.training.enable_cpu_offload else section.offload,
         decay_vectors=section.decay_vectors,
         rules=section.rule,
         defaults=section.defaults,
@@ -235,12 +236,6 @@ def _check_muon_options(recipe: Recipe, of_rule: Mapping[str, Any], place: str) 
         algorithm_of(options.MuonOptions(**{name: value for name, value in table.items() if name != "expert"}))
     except options.OptionError as error:
         raise RecipeError(error.problem, key=f"{place}.{error.option}") from error
-
-
-def offload_of(recipe: Recipe) -> options.Offload:
-    """Tensors on the host between steps."""
-    # Not detected from parameters: on the CPU, host and device are the same.
-    return "parameters" if recipe.training.enable_cpu_offload else recipe.optimizer.offload
 
 
 def _muon_table(recipe: Recipe) -> dict[str, Any]:

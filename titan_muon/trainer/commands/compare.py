@@ -75,11 +75,6 @@ def thresholds(curves: dict[str, Series]) -> dict[str, float]:
     return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
-def first_reach(curve: Series, loss: float) -> int | None:
-    """First step at which `curve` is at or below `loss`."""
-    return next((step for step, value in curve.items() if value <= loss), None)
-
-
 def markdown(corner: str, runs: Sequence[RunRecord], rows: Sequence[Sequence[str]]) -> str:
     """Markdown table with a column per run: the first aligned left, the others right."""
     table = [[corner, *(run.label for run in runs)], *rows]
@@ -116,7 +111,10 @@ def recipe_section(runs: Sequence[RunRecord]) -> str:
     ranks = ["ranks", *(ABSENT if run.ranks is None else str(run.ranks) for run in runs)]
     known = {count for count in tokens if count is not None}
     recorded = [cells for cells in (ranks, row) if set(cells[1:]) != {ABSENT}]
-    parts = [_differing_keys(runs)]
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    rows = [[key, *(run.recipe.get(key, ABSENT) for run in runs)] for key in keys]
+    differing = [cells for cells in rows if len(set(cells[1:])) > 1]
+    parts = [markdown("key", runs, differing) if differing else "The recipes are the same."]
     if recorded:
         parts.append(markdown("batch", runs, recorded))
     if len(known) > 1:
@@ -125,13 +123,6 @@ def recipe_section(runs: Sequence[RunRecord]) -> str:
             "Give their recipes the same training.global_batch_size and seq_len."
         )
     return "\n\n".join(parts)
-
-
-def _differing_keys(runs: Sequence[RunRecord]) -> str:
-    keys = dict.fromkeys(key for run in runs for key in run.recipe)
-    rows = [[key, *(run.recipe.get(key, ABSENT) for run in runs)] for key in keys]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    return markdown("key", runs, differing) if differing else "The recipes are the same."
 
 
 def loss_section(runs: Sequence[RunRecord], key: str) -> str:
@@ -155,7 +146,10 @@ def reach_section(runs: Sequence[RunRecord], key: str, window: int) -> str:
     """Steps until the smoothed `key` first reaches each threshold."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
     rows = [
-        [name, *with_ratios([first_reach(curve, loss) for curve in curves.values()], 0)]
+        [
+            name,
+            *with_ratios([next((step for step in curve if curve[step] <= loss), None) for curve in curves.values()], 0),
+        ]
         for name, loss in thresholds(curves).items()
     ]
     if not rows:

@@ -80,12 +80,6 @@ def flatten(document: object, prefix: str = "") -> dict[str, object]:
     return leaves
 
 
-def read_recipe(run: RunFolder) -> dict[str, str]:
-    """A recipe's values by dotted key, as JSON text, to distinguish 1, 1.0 and true."""
-    leaves = {part: value for key, entry in run.written.items() for part, value in flatten(entry, key).items()}
-    return {key: json.dumps(value, default=str) for key, value in leaves.items()}
-
-
 def read_series(run: RunFolder) -> dict[str, Series]:
     """Numbers of a run's metrics by field and step; the last record of a step and field counts."""
     series: dict[str, Series] = {}
@@ -135,7 +129,10 @@ def read_runs(paths: Sequence[Path], metric: str) -> list[RunRecord]:
         raise RecipeError(f"{repeated[0]}: the same run is given twice")
     settings: dict[str, list[RunRecord]] = {}
     for folder in folders:
-        recipe, series = read_recipe(RunFolder(folder)), read_series(RunFolder(folder))
+        written, series = RunFolder(folder).written, read_series(RunFolder(folder))
+        leaves = {part: value for key, entry in written.items() for part, value in flatten(entry, key).items()}
+        # As JSON, to distinguish 1, 1.0 and true.
+        recipe = {key: json.dumps(value, default=str) for key, value in leaves.items()}
         if metric not in series:
             raise RecipeError(f"{folder / METRICS}: `{metric}` was not recorded")
         ranks = RunFolder(folder).world_size

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 FORMATS = (".bin", ".jsonl", ".md", ".npy", ".parquet", ".txt")
 """Files that a folder in `data.files` contributes."""
-ROWS = (".jsonl", ".parquet")
 TOKENS = (".bin", ".npy")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 LLM_C = {np.array(number, "<i4").tobytes(): dtype for number, dtype in ((20240520, "uint16"), (20240801, "uint32"))}
@@ -61,7 +60,8 @@ class DataFile:
             raise RecipeError(f": {self.path} is compressed; decompress it, and name the text file", key="data.files")
         try:
             # A local path may have characters of URLs.
-            with _opened(self.path) if "://" in self.path else open(self.path, "rb") as stream:
+            system, inside = _file_system(self.path) if "://" in self.path else (None, self.path)
+            with open(inside, "rb") if system is None else system.open(inside, "rb") as stream:
                 for content in self._read(stream):
                     if isinstance(content, RecipeError) and self.data.bad_rows == "refuse":
                         raise content
@@ -74,14 +74,12 @@ class DataFile:
     def _read(self, stream: Any) -> Iterator[bytes | str | RecipeError]:
         if self.has_tokens:
             return self._documents_of_tokens(stream)
-        if self.path.endswith(ROWS):
-            return self._json_rows(stream) if self.path.endswith(".jsonl") else self._parquet_rows(stream)
-        return iter([stream.read()])
-
-    def _json_rows(self, stream: Any) -> Iterator[str | RecipeError]:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield self._json_row(f": {self.path}:{number}:", line.decode("utf-8", errors="replace"))
+        if self.path.endswith(".parquet"):
+            return self._parquet_rows(stream)
+        if not self.path.endswith(".jsonl"):
+            return iter([stream.read()])
+        lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+        return (self._json_row(f": {self.path}:{n}:", line.decode("utf-8", errors="replace")) for n, line in lines)
 
     def _json_row(self, place: str, line: str) -> str | RecipeError:
         key = self.data.text_key
@@ -186,11 +184,6 @@ def _file_system(url: str) -> tuple[Any, str]:
 
     limit = ClientTimeout(sock_connect=HTTP_SECONDS, sock_read=HTTP_SECONDS)
     return fsspec.url_to_fs(url, client_kwargs={"timeout": limit})
-
-
-def _opened(url: str) -> Any:
-    system, inside = _file_system(url)
-    return system.open(inside, "rb")
 
 
 Found = dict[str, tuple[str, int]]

@@ -41,7 +41,7 @@ def report(command: Command) -> None:
         f"planned for {KINDS.get(kind, kind)}",
     ]
     print("\n".join(["", *counts]))
-    _print(parts, lambda part: _plan_lines(part, full=full))
+    _print(parts, lambda p: [*lines.step_lines(p.meta, p.estimate), *lines.memory_lines(p.estimate, full=full)])
     _print(parts, lambda part: verdict_lines(part.verdict, part.meta, part.estimate.machine))
     for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
@@ -55,11 +55,6 @@ def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[
         meta = part.meta
         heading = [explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)] if len(parts) > 1 else []
         print("\n".join(["", *heading, *text(part)]))
-
-
-def _plan_lines(part: StageReport, *, full: bool) -> Iterable[str]:
-    yield from lines.step_lines(part.meta, part.estimate)
-    yield from lines.memory_lines(part.estimate, full=full)
 
 
 def _write(path: Path, text: str) -> None:

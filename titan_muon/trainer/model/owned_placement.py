@@ -99,8 +99,9 @@ def _own_layers(
         if not names and whole and not recipe.placement.rule:
             raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     chosen = {named[name]: owner for name, owner in placed(named, names, recipe.placement.rule).items()}
+    axes = {p: (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else () for p in chosen}
     for expert_parallel in (False, True):
-        params = {p: owner for p, owner in chosen.items() if _is_expert_parallel(p) == expert_parallel}
+        params = {p: owner for p, owner in chosen.items() if ("ep" in axes[p]) == expert_parallel}
         if not params:
             continue
         mesh = options["edp_mesh"] if expert_parallel else dp_mesh
@@ -130,10 +131,6 @@ def _own_options(options: dict[str, Any]) -> dict[str, Any]:
         # TorchTitan divides the loss by the tokens of all ranks, so gradients are summed.
         "gradient_divide_factor": 1.0,
     }
-
-
-def _is_expert_parallel(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _cuts(recipe: Recipe, stack: Assignment, dp_mesh: DeviceMesh, options: dict[str, Any]) -> bool:

@@ -234,9 +234,10 @@ def describe(kind: Any) -> str:
 
 def refuse(source: str, key: str, value: object, accepted: str, choices: Sequence[str] = ()) -> RecipeError:
     """Error for a refused value; None is an absent key."""
-    choice = nearest(str(value[0] if isinstance(value, Words) else value), choices) if value else None
+    word = value[0] if isinstance(value, Words) and value else value
+    choice = nearest(str(word), choices) if word else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""
-    if isinstance(word := _word(value), str) and (gone := removed.VALUES.get((key, word))):
+    if isinstance(word, str) and (gone := removed.VALUES.get((key, word))):
         return RecipeError(f"= {_shown(value)} {gone}.", key=key, source=source)
     problem = "is missing" if value is None else f"= {_shown(value)} is not accepted"
     return RecipeError(f"{problem}; it takes {accepted}.{hint}", key=key, source=source)
@@ -246,11 +247,6 @@ def without_removed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries of a recipe that a run wrote, without removed keys whose value had no effect."""
     gone = removed.OPTIONS
     return {key: entry for key, entry in entries.items() if key not in gone or entry.value != gone[key].default}
-
-
-def _word(value: object) -> object:
-    """The value, or a single word of the command line."""
-    return value[0] if isinstance(value, Words) and len(value) == 1 else value
 
 
 def unknown(source: str, key: str, value: object, known: Sequence[str]) -> RecipeError:

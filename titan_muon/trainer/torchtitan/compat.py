@@ -16,7 +16,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -40,8 +40,9 @@ _ATTENTION = "torchtitan.models.common.attention"
 
 def check_version() -> None:
     """Raise RecipeError for a torchtitan that recipes do not know, by its module of loaders."""
-    if _has("torchtitan.components.dataloader"):
-        return
+    with suppress(ModuleNotFoundError):
+        if importlib.util.find_spec("torchtitan.components.dataloader") is not None:
+            return
     spec, version = importlib.util.find_spec("torchtitan"), importlib.metadata.version("torchtitan")
     folder = "" if spec is None else ", ".join(spec.submodule_search_locations or ())
     raise RecipeError(
@@ -50,13 +51,6 @@ def check_version() -> None:
         "torchtitan's own configuration, whose slot `optimizer` takes titan_muon.trainer.HybridOptimizers.Config() in "
         "any version"
     )
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def install() -> bool:
@@ -192,11 +186,9 @@ def hush_warnings() -> None:
     - DTensor's all-to-all is an all-gather on gloo. Remove when DTensor calls all_to_all_single there.
     """
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
-    logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_no_gather)
-
-
-def _is_no_gather(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("CPU process group does not support alltoall")
+    text = "CPU process group does not support alltoall"
+    collectives = logging.getLogger("torch.distributed.tensor._collective_utils")
+    collectives.addFilter(lambda record: not str(record.msg).startswith(text))
 
 
 def exchange_pieces_of_any_size() -> None:
