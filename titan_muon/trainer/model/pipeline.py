@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 
 from titan_muon.trainer.device import forked_rng
 from titan_muon.trainer.recipe import Recipe, RecipeError
-from titan_muon.trainer.recipe.sections import Parallelism
+from titan_muon.trainer.recipe.torchtitan_sections import Parallelism
 
 
 def check_pipeline(model: Any, degrees: Parallelism) -> None:

@@ -9,12 +9,4 @@ from .files import load, to_toml
 from .sections import Recipe
 from .toml import RecipeError
 
-__all__ = [
-    "Recipe",
-    "RecipeError",
-    "as_recipe_errors",
-    "check_degrees",
-    "load",
-    "recipe_error",
-    "to_toml",
-]
+__all__ = ["Recipe", "RecipeError", "as_recipe_errors", "check_degrees", "load", "recipe_error", "to_toml"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
@@ -24,31 +23,25 @@ FOR_TRAINING = ("config", "dry_run", "quiet")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
 """`--compare training.seed=...` sets both seeds."""
 
-MOST_USED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "model": ("name", "flavor"),
-        "data": ("source", "files", "tokenizer", "tokenizer_path"),
-        "training": ("steps", "seq_len", "global_batch_size", "local_batch_size", "max_norm", "mixed_precision_param"),
-        "parallelism": (
-            *("data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree"),
-            *("expert_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"),
-        ),
-        "placement": ("muon",),
-        "muon": (
-            *("lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_coefficients", "adjust_lr_fn", "algorithm"),
-            *("beta2", "momentum_start", "momentum_warmup_steps", "cautious", "overlap", "state", "state_dtype"),
-        ),
-        "adamw": ("lr", "betas", "weight_decay"),
-        "optimizer": ("offload",),
-        "lr_scheduler": ("warmup_steps", "decay_ratio", "min_lr_factor"),
-        "activation_checkpoint": ("mode",),
-        "validator": ("freq",),
-        "checkpoint": ("enable", "freq", "load"),
-        "metrics": ("log_freq", "enable_tensorboard", "enable_wandb"),
-        "debug": ("seed",),
-    }
-)
-"""By table. At most 60 keys, so that they and SHORT_HELP fit a screen of 80 lines."""
+MOST_USED = """
+model name flavor
+data source files tokenizer tokenizer_path
+training steps seq_len global_batch_size local_batch_size max_norm mixed_precision_param
+parallelism data_parallel_shard_degree data_parallel_replicate_degree tensor_parallel_degree
+parallelism expert_parallel_degree context_parallel_degree pipeline_parallel_degree
+placement muon
+muon lr momentum nesterov weight_decay ns_steps ns_coefficients adjust_lr_fn algorithm
+muon beta2 momentum_start momentum_warmup_steps cautious overlap state state_dtype
+adamw lr betas weight_decay
+optimizer offload
+lr_scheduler warmup_steps decay_ratio min_lr_factor
+activation_checkpoint mode
+validator freq
+checkpoint enable freq load
+metrics log_freq enable_tensorboard enable_wandb
+debug seed
+"""
+"""Tables with keys: at most 60, so that they and SHORT_HELP fit a screen of 80 lines."""
 
 SHORT_HELP = """train.py --config RECIPE [--TABLE.KEY VALUE ...]
 
@@ -173,7 +166,8 @@ def _print_help(asked: Sequence[str], recipe: Recipe, *, given: bool) -> None:
 def short_help(recipe: Recipe, values_of: str) -> str:
     """SHORT_HELP, and a line for each of MOST_USED with the value of `recipe`. `values_of`: says whose values."""
     current = values(recipe)
-    names = [f"{table}.{key}" for table, chosen in MOST_USED.items() for key in chosen]
+    rows = [line.split() for line in MOST_USED.strip().splitlines()]
+    names = [f"{table}.{key}" for table, *chosen in rows for key in chosen]
     width = max(map(len, names))
     lines = [
         f"  --{name:<{width}}  {'not given' if current[name] is None else value_text(current[name])}" for name in names

@@ -7,9 +7,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from titan_muon.options import plural
-from titan_muon.trainer.recipe.sections import Parallelism, Recipe
+from titan_muon.trainer.recipe.sections import Recipe
 from titan_muon.trainer.recipe.toml import RecipeError, value_text
-from titan_muon.trainer.recipe.torchtitan_sections import DEGREES
+from titan_muon.trainer.recipe.torchtitan_sections import DEGREES, Parallelism
 
 
 class TorchNeed(NamedTuple):

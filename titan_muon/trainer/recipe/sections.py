@@ -8,26 +8,17 @@ from typing import Annotated, Literal
 
 from titan_muon.options import Expert, Hyperparameters, Machine, PlacementRule, Rule, StateDtype, StepOptions
 from titan_muon.ranges import FRACTION, MAY_CHANGE, NOT_NEGATIVE, Constraint, MayChange, at_least, list_of
+from titan_muon.trainer.recipe import torchtitan_sections as titan
 from titan_muon.trainer.recipe.torchtitan_sections import (
     FILE_NAME,
-    Checkpoint,
-    Comm,
-    Compile,
     Count,
-    Debug,
     Fraction,
-    LrScheduler,
-    Metrics,
     Natural,
     NotNegative,
-    Parallelism,
     Positive,
-    Profiler,
     Share,
     Text,
     Texts,
-    Training,
-    Validator,
 )
 
 # A URL would become a local folder of that name.
@@ -247,24 +238,24 @@ class Recipe:
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    training: Training = field(default_factory=Training)
-    parallelism: Parallelism = field(default_factory=Parallelism)
+    training: titan.Training = field(default_factory=titan.Training)
+    parallelism: titan.Parallelism = field(default_factory=titan.Parallelism)
     placement: Placement = field(default_factory=Placement)
     muon: Muon = field(default_factory=Muon)
     machine: Machine = field(default_factory=Machine)
     qk_clip: QKClip = field(default_factory=QKClip)
     adamw: AdamW = field(default_factory=AdamW)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LrScheduler = field(default_factory=LrScheduler)
+    lr_scheduler: titan.LrScheduler = field(default_factory=titan.LrScheduler)
     loss: Loss = field(default_factory=Loss)
-    validator: Validator = field(default_factory=Validator)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    metrics: Metrics = field(default_factory=Metrics)
+    validator: titan.Validator = field(default_factory=titan.Validator)
+    checkpoint: titan.Checkpoint = field(default_factory=titan.Checkpoint)
+    metrics: titan.Metrics = field(default_factory=titan.Metrics)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
+    compile: titan.Compile = field(default_factory=titan.Compile)
     float8: Float8 = field(default_factory=Float8)
     mxfp8: MXFP8 = field(default_factory=MXFP8)
     nvfp4: NVFP4 = field(default_factory=NVFP4)
-    comm: Comm = field(default_factory=Comm)
-    debug: Debug = field(default_factory=Debug)
-    profiler: Profiler = field(default_factory=Profiler)
+    comm: titan.Comm = field(default_factory=titan.Comm)
+    debug: titan.Debug = field(default_factory=titan.Debug)
+    profiler: titan.Profiler = field(default_factory=titan.Profiler)

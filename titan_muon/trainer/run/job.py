@@ -232,10 +232,7 @@ def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[st
     summary = None if plan is None else summarize(plan)
     loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [explain.pipeline_line(ranks, world, assigned)]
-    lines = [
-        *plan_lines(plan, summary),
-        *owned_step_lines(plan, named, skips=recipe.muon.expert.skips_missing),
-    ]
+    lines = [*plan_lines(plan, summary), *owned_step_lines(plan, named, skips=recipe.muon.expert.skips_missing)]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *lines, "", *owner_lines(loads, full=True)]
     return "\n".join([*head, *lines, *owner_summary(loads)]), "\n".join(full)

@@ -95,10 +95,7 @@ def agree(
 
 
 def open_run(
-    recipe: Recipe,
-    typed: tuple[str, ...] = (),
-    flaws: Flaws = MappingProxyType({}),
-    interrupted: str | None = None,
+    recipe: Recipe, typed: tuple[str, ...] = (), flaws: Flaws = MappingProxyType({}), interrupted: str | None = None
 ) -> Run:
     """The run requested by `checkpoint.load`. Creates the folder of a new run, and changes nothing else.
 

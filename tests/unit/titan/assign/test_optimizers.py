@@ -49,7 +49,7 @@ def rule(match: str, optimizer: str, **options: object) -> sections.Rule:
 def recipe(*rules: sections.Rule, stages: int = 1, **optimizer: Any) -> Recipe:
     return Recipe(
         optimizer=sections.Optimizer(rule=rules, implementation="for-loop", **optimizer),
-        parallelism=sections.Parallelism(pipeline_parallel_degree=stages),
+        parallelism=sections.titan.Parallelism(pipeline_parallel_degree=stages),
         muon=sections.Muon(lr=0.02, state_dtype="bfloat16"),
         adamw=sections.AdamW(lr=0.003),
     )

@@ -14,7 +14,7 @@ from titan_muon.trainer.model.parallelize import with_placement
 from titan_muon.trainer.model.pipeline import init_within
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe
-from titan_muon.trainer.recipe.sections import Parallelism
+from titan_muon.trainer.recipe.torchtitan_sections import Parallelism
 from titan_muon.trainer.run.runs import Run
 from titan_muon.trainer.run.trainer_config import trainer_config
 

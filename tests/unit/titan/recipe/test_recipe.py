@@ -245,8 +245,8 @@ RECIPES = st.builds(
     data=st.builds(sections.Data, dataset_path=st.none() | TEXT)
     | st.builds(sections.Data, source=st.just("files"), files=st.lists(NAMES, min_size=1).map(tuple)),
     lr_scheduler=st.builds(
-        sections.LrScheduler,
-        total_steps=st.none() | st.integers(min_value=sections.Training().steps),
+        sections.titan.LrScheduler,
+        total_steps=st.none() | st.integers(min_value=sections.titan.Training().steps),
         decay_ratio=st.none() | NUMBER,
     ),
     optimizer=st.builds(sections.Optimizer, rule=st.lists(RULES, max_size=2).map(tuple)),

@@ -79,7 +79,7 @@ class Run:
 
 
 def recipe(steps: int = STEPS, **tables: Any) -> Recipe:
-    return replace(Recipe(), training=sections.Training(steps=steps), **tables)
+    return replace(Recipe(), training=sections.titan.Training(steps=steps), **tables)
 
 
 @pytest.fixture
