@@ -1,7 +1,6 @@
 """A model from a run's checkpoint, on one process, whatever layout saved the checkpoint."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from titan_muon.trainer.device import passes_dtype
 from titan_muon.trainer.model.attention import share_dense_mask
 from titan_muon.trainer.recipe import Recipe, RecipeError
 from titan_muon.trainer.recipe.files import import_modules
+from titan_muon.trainer.recipe.sections import Placement
+from titan_muon.trainer.recipe.torchtitan_sections import Parallelism
 from titan_muon.trainer.run.runs import Run
 from titan_muon.trainer.run.trainer_config import trainer_config
 from titan_muon.trainer.run_folder import TOKENIZER, RunFolder
 from titan_muon.trainer.storage.reader import SafePlanner, SafeReader
 from titan_muon.trainer.torchtitan import compat
-
-DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-ONE_RANK: Mapping[str, Any] = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,8 @@ def open_saved(
         warnings.warn(f"{run} has no {TOKENIZER}: it is trained again from data.files of today", stacklevel=2)
     if files:
         recipe = replace(recipe, data=replace(recipe.data, source="files", files=files))
-    single = replace(recipe, parallelism=replace(recipe.parallelism, **ONE_RANK))
     # A process alone holds every parameter whole.
-    single = replace(single, placement=type(recipe.placement)())
+    single = replace(recipe, parallelism=Parallelism(), placement=Placement())
     config: Any = trainer_config(single, Run(folder=str(run)), 1)
     device = torch.device("cpu" if compat.install() else "cuda")
     spec = config.model_spec

@@ -73,9 +73,8 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
         degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is not a multiple of {divisor} "
-            "(the tensor parallel degree under sequence parallel, times twice the context degree above 1). Change the "
-            "degree or the length; the degree must also divide the model's attention heads."
+            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is no multiple of {divisor}; change "
+            "the degree or the length"
         )
 
 
@@ -98,9 +97,9 @@ def _check_torch(recipe: Recipe) -> None:
         if value not in need.older and not has_torch(*need.torch):
             needed, installed = ".".join(map(str, need.torch)), importlib.metadata.version("torch")
             raise RecipeError(
-                f"{need.key} = {value_text(value)} is not accepted; it needs torch {needed} or newer, and torch "
-                f"{installed} is installed: {need.cause}. Install a newer torch, or set it to "
-                f"{value_text(need.older[0])}."
+                f"= {value_text(value)} is not accepted; it needs torch {needed} or newer, and torch {installed} is "
+                f"installed: {need.cause}. Install a newer torch, or set it to {value_text(need.older[0])}.",
+                key=need.key,
             )
 
 

@@ -154,7 +154,6 @@ def _prepare(recipe: Recipe, run: Run, typed: tuple[str, ...], stop: StopSignals
         assert trainer is not None, "a configuration builds its trainer"
         check_start(data_facts(trainer.dataloader, trainer.tokenizer), stop.group)
         trainer.checkpointer.load()
-        _refuse_late_export(trainer, recipe)
         _begin_run(trainer, recipe, run, typed, stop.group)
     except Exception as error:
         refusal = _refusal(error, recipe)
@@ -189,17 +188,6 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
         f"lists the memory by purpose {refused}",
         key="model.flavor",
     )
-
-
-def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
-    """Raise RecipeError if a finished run should be exported."""
-    steps = trainer.config.training.steps
-    if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
-        raise RecipeError(
-            f"= true: step {trainer.step} of {steps} is done, and only a run that trains "
-            "exports. Leave out the key: titan-muon export writes a finished run's model.",
-            key="checkpoint.last_save_in_hf",
-        )
 
 
 def _begin_run(
@@ -258,7 +246,7 @@ def _print_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         folder = shlex.quote(run.source or run.folder)
         print_on_rank0(
             f"nothing to do: step {trainer.step} of {training.steps} is done. Raise training.steps to go on; "
-            f"titan-muon evaluate {folder} gives the held-out loss, titan-muon sample writes text"
+            f"titan-muon evaluate, sample and export read {folder}"
         )
         return
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
