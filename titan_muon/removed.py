@@ -68,8 +68,9 @@ OPTIONS: Mapping[str, Removed] = MappingProxyType(
                 ("profiler.memory_snapshot_max_entries", 1_000_000, "1,000,000"),
             )
         },
+        "data.num_workers": Removed(0, "was renamed; set data.workers, which also tokenizes other sources"),
         **{
-            f"data.{key}": Removed(False, "was removed; set data.num_workers, which loads beside training")
+            f"data.{key}": Removed(False, "was removed; set data.workers, which loads beside training")
             for key in ("prefetch_factor", "persistent_workers", "pin_memory")
         },
         **{

@@ -1,12 +1,14 @@
 """All documents as tokens, memory-mapped from a cache. No collectives."""
 
 import logging
+import os
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -77,16 +79,28 @@ def _tokenize(documents: Documents, tokenizer: DocumentTokenizer, dtype: np.dtyp
     hidden = not logger.isEnabledFor(logging.INFO)
     options: dict[str, Any] = {"unit": "document", "leave": False, "mininterval": pause, "delay": pause}
     with tqdm(total=documents.count, disable=hidden, **options) as bar:
-        for batch in _batches(documents):
-            for row in _encode(batch, tokenizer, dtype):
-                tokens += row["tokens"]
-                yield row
-            bar.update(len(batch))
+        for rows in _encoded(documents, partial(_encode, tokenizer=tokenizer, dtype=dtype)):
+            tokens += sum(row["tokens"] for row in rows)
+            yield from rows
+            bar.update(len(rows))
     seconds, size = time.monotonic() - began, tokens * dtype.itemsize / 1e6
     logger.info("%d tokens in %.1f s, cached in %s (%.1f MB)", tokens, seconds, documents.data.cache, size)
 
 
 _Batch = list[tuple[DataFile, bytes]]
+_Rows = list[dict[str, Any]]
+
+
+def _encoded(documents: Documents, encode: Callable[[_Batch], _Rows]) -> Iterator[_Rows]:
+    """Rows of the documents in order, by `data.workers` processes."""
+    if documents.data.workers == 0:
+        yield from map(encode, _batches(documents))
+        return
+    # Threads of the tokenizer beside processes would be too many, and stop at a fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with get_context("fork").Pool(documents.data.workers) as pool:
+        # A full pipe to the processes ends the reading ahead.
+        yield from pool.imap(encode, _batches(documents))
 
 
 def _batches(documents: Documents) -> Iterator[_Batch]:
@@ -103,10 +117,10 @@ def _batches(documents: Documents) -> Iterator[_Batch]:
         yield batch
 
 
-def _encode(batch: _Batch, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Iterator[dict[str, Any]]:
+def _encode(batch: _Batch, tokenizer: DocumentTokenizer, dtype: np.dtype) -> _Rows:
     """A row of _COLUMNS for each document. Raises RecipeError for a token outside of the vocabulary."""
     texts = ["" if file.has_tokens else content.decode("utf-8", errors="replace") for file, content in batch]
-    vocab_size = tokenizer.get_vocab_size()
+    vocab_size, rows = tokenizer.get_vocab_size(), []
     for (file, content), text, ids in zip(batch, texts, tokenizer.documents(texts), strict=True):
         if file.has_tokens:
             ids = np.concatenate([ids[:1], np.frombuffer(content, "<u4"), ids[-1:]])
@@ -115,4 +129,6 @@ def _encode(batch: _Batch, tokenizer: DocumentTokenizer, dtype: np.dtype) -> Ite
                 problem = f"token {ids.max()} in {file.path}: data.tokenizer has {vocab_size}; {remedy}"
                 raise RecipeError(f": {problem}", key="data.files")
         stored = ids.astype(dtype).tobytes()
-        yield {"ids": stored, "tokens": len(ids), "text_bytes": len(text.encode()), "crc": zlib.crc32(stored)}
+        size = len(text.encode())
+        rows.append({"ids": stored, "tokens": len(ids), "text_bytes": size, "crc": zlib.crc32(stored)})
+    return rows

@@ -197,7 +197,7 @@ def _text_loader_config(data: Data, *, validation: bool) -> Any:
         )
     from titan_muon.trainer.torchtitan.hf_text import HFTextLoader
 
-    return HFTextLoader.Config(dataset=name, dataset_path=data.dataset_path, num_workers=data.num_workers)
+    return HFTextLoader.Config(dataset=name, dataset_path=data.dataset_path, num_workers=data.workers)
 
 
 def bytes_per_token(config: Any, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:

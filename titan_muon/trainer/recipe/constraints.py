@@ -52,8 +52,6 @@ def _data(r: Recipe) -> Violations:
         yield "data.tokenizer", '"hf" only, because {data.source} = "hf"'
     if data.tokenizer == "hf" and not data.tokenizer_path:
         yield "data.tokenizer_path", 'the folder of tokenizer.json, because {data.tokenizer} = "hf"'
-    if data.num_workers and data.source != "hf":
-        yield "data.num_workers", '0 only, unless {data.source} = "hf"'
     if r.validator.enable and not data.validation_fraction:
         yield "data.validation_fraction", "more than 0, because {validator.enable} = true"
     if r.validator.enable and r.validator.steps == -1 and data.source == "hf":

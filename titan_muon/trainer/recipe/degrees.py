@@ -73,8 +73,8 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
         degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is no multiple of {divisor}; change "
-            "the degree or the length"
+            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is no multiple of {divisor}; "
+            "change the degree or the length"
         )
 
 

@@ -79,8 +79,8 @@ class Data:
     tokenizer_path: str | None = None  # For tokenizer `hf`: folder with `tokenizer.json`.
     validation_fraction: Fraction = 0.02  # Share of documents held out, by content, equal for every seed.
     seed: Natural = 0  # Seed of the documents' order.
-    num_workers: Annotated[int, NOT_NEGATIVE, MAY_CHANGE] = 0
-    """For source `hf`: loader processes per rank; 0 loads between steps."""
+    workers: Annotated[int, NOT_NEGATIVE, MAY_CHANGE] = 0
+    """Processes that tokenize beside the reading. 0: none. For source `hf`: loaders of each rank."""
 
     cache: Annotated[str, LOCAL_FOLDER, MAY_CHANGE] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""

@@ -372,6 +372,17 @@ def test_a_damaged_document_of_the_cache_is_refused_at_the_first_reading(data):
     assert all(map(torch.equal, take(build(data), 5), before))
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize(("at_once", "workers"), [(1, 0), (3, 0), (1000, 0), (3, 2)])
+def test_processes_and_the_documents_tokenized_at_once_change_no_token(data, monkeypatch, tokenizer, at_once, workers):
+    some = replace(data, tokenizer=tokenizer, vocab_size=290, workers=workers)
+    encoder = tokenizer_config(some).build(tokenizer_path="unused")
+    monkeypatch.setattr("titan_muon.trainer.data.corpus._DOCUMENTS_AT_ONCE", at_once)
+    corpus = open_corpus(Documents(some), encoder)
+    for number, (_, content) in enumerate(Documents(some).contents()):
+        assert corpus.document(number).tolist() == encoder.encode(content.decode(), add_bos=True, add_eos=True)
+
+
 @pytest.mark.parametrize("text", ["a line of text\n" * 40, "no line — at all " * 40, "a\n" + "long " * 100])
 def test_the_end_of_a_single_document_is_held_out(data, tmp_path, text):
     (tmp_path / "book.txt").write_text(text)
