@@ -107,12 +107,9 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
         for rank, report in enumerate(reports):
             ranks[report.get(name, "absent")].append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name} is " + " and ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items()))
+            at = (f"{value} on rank{'s' * (len(on) > 1)} {listed([*map(str, on)], 4)}" for value, on in ranks.items())
+            lines.append(f"{name} is {' and '.join(at)}")
     return lines
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], 4)}"
 
 
 def check_machine(recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -49,14 +50,11 @@ class Run:
 
     def finished(self) -> Path | None:
         """Folder of a run of this recipe that reached the last step on as many processes."""
-        runs = runs_in(Path(self.recipe.dump_folder, self.recipe.name))
-        return next((run.path for run in runs if self._is_mine(run) and self._is_finished(run)), None)
-
-    def _is_mine(self, run: RunFolder) -> bool:
-        try:
-            return run.world_size == self.nproc and not run.changes(self.recipe)
-        except RecipeError:
-            return False
+        for run in runs_in(Path(self.recipe.dump_folder, self.recipe.name)):
+            with suppress(RecipeError):
+                if run.world_size == self.nproc and not run.changes(self.recipe) and self._is_finished(run):
+                    return run.path
+        return None
 
     def _is_finished(self, run: RunFolder) -> bool:
         last = {key for record in run.records() if record["step"] == self.recipe.training.steps for key in record}

@@ -206,8 +206,6 @@ def _python_files() -> Found:
 
 def _matched_files(data: Data) -> Found:
     """Matching files by path from their deepest common folder, independent of the working directory."""
-    if not data.files:
-        raise RecipeError("is empty; data.source = 'files' needs at least one glob pattern", key="data.files")
     entries: dict[str, int] = {}
     for number, pattern in enumerate(data.files):
         for file in _matches(pattern) if "://" in pattern else _local_matches(pattern):

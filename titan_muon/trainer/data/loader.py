@@ -172,14 +172,10 @@ def _passes(count: float) -> str:
 def dataloader_config(data: Data, *, validation: bool = False) -> Any:
     """Configuration of a loader. Reads no text.
 
-    Raises RecipeError for an unknown `data.dataset`, and for validation without held-out text.
+    Raises RecipeError for an unknown `data.dataset`.
     """
     if data.source == "hf":
         return _text_loader_config(data, validation=validation)
-    if validation and data.validation_fraction == 0:
-        raise RecipeError(
-            "= 0 holds nothing out; raise it, or set validator.enable = false", key="data.validation_fraction"
-        )
     return PackedDataLoader.Config(documents=Documents(data), validation=validation)
 
 

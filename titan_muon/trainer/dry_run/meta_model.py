@@ -13,7 +13,6 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import named_parameters_of
-from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.forecast.memory import muon_of
 from titan_muon.forecast.model import PlannedModel, plan_of
@@ -62,16 +61,12 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     with as_recipe_errors(), planning_for(kind), fake_world(world_size, ranks[0]):
         config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
         parts, size = _sharded_parts(config, world_size)
-        built = _optimizers(config, parts)
+        assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
+        built = parts_of_config(config.optimizer, parts, config.optimizer.model)
         plan = plan_of(muon_of(built), kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
         return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)
-
-
-def _optimizers(config: MuonTrainer.Config, parts: list[nn.Module]) -> OptimizerSet:
-    assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
-    return parts_of_config(config.optimizer, parts, config.optimizer.model)
 
 
 def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn.Module], ModelSize]:

@@ -46,7 +46,9 @@ def report(command: Command) -> None:
     for problem in () if is_for_this_machine(command.world_size, command.device) else data_problems(recipe):
         print(f"\nwarning: training on this machine would be refused: {problem}")
     if command.json is not None:
-        _write(Path(command.json), _json_text(parts))
+        stages = [_document(part) for part in parts]
+        document = stages[0] if len(stages) == 1 else {"world_size": first.world_size, "pipeline_ranks": stages}
+        _write(Path(command.json), json.dumps(document, indent=1) + "\n")
 
 
 def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:
@@ -64,13 +66,6 @@ def _write(path: Path, text: str) -> None:
         problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
         raise RecipeError(f"--json {path}: {problem}") from error
     print(f"\nwrote {path}")
-
-
-def _json_text(parts: Sequence[StageReport]) -> str:
-    stages = [_document(part) for part in parts]
-    world = parts[0].meta.world_size
-    document = stages[0] if len(stages) == 1 else {"world_size": world, "pipeline_ranks": stages}
-    return json.dumps(document, indent=1) + "\n"
 
 
 def _document(part: StageReport) -> dict[str, object]:

@@ -79,7 +79,8 @@ def _training(r: Recipe) -> Violations:
 
 
 def _schedule(r: Recipe) -> Violations:
-    schedule, total = r.lr_scheduler, scheduled_steps(r)
+    schedule = r.lr_scheduler
+    total = r.training.steps if schedule.total_steps is None else schedule.total_steps
     if total < r.training.steps:
         # The rate would fall below zero after the end of the schedule.
         yield "lr_scheduler.total_steps", "{training.steps} or more, or left out"
@@ -126,12 +127,6 @@ def compiles_the_model(recipe: Recipe) -> bool:
 def owns(recipe: Recipe) -> bool:
     """Whether the recipe owns any matrix."""
     return recipe.placement.muon == "owned" or any(rule.placement == "owned" for rule in recipe.placement.rule)
-
-
-def scheduled_steps(recipe: Recipe) -> int:
-    """Steps of the learning-rate schedule."""
-    total = recipe.lr_scheduler.total_steps
-    return recipe.training.steps if total is None else total
 
 
 def named_keys(accepted: str) -> tuple[str, list[str]]:

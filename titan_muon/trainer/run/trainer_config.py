@@ -72,7 +72,12 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int, stop: StopSignals 
         dataloader=dataloader_config(recipe.data),
         optimizer=optimizer_config(recipe, whole_model(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
-        training=_training_config(recipe, world_size),
+        training=_same_keys(
+            TrainingConfig,
+            recipe.training,
+            local_batch_size=local_batch_size(recipe, world_size),
+            mixed_precision_param=passes_dtype(recipe.training.mixed_precision_param, this_device()),
+        ),
         parallelism=_parallelism_config(recipe, decoder_vocab_size(spec)),
         checkpoint=_checkpoint_config(recipe, run),
         activation_checkpoint=_activation_checkpoint(recipe.activation_checkpoint),
@@ -96,12 +101,6 @@ def _same_keys(config: type[Any], section: Any, *, without: Collection[str] = ()
 def comm_config(recipe: Recipe) -> CommConfig:
     """Time-outs of collectives."""
     return _same_keys(CommConfig, recipe.comm)
-
-
-def _training_config(recipe: Recipe, world_size: int) -> TrainingConfig:
-    dtype = passes_dtype(recipe.training.mixed_precision_param, this_device())
-    batch = local_batch_size(recipe, world_size)
-    return _same_keys(TrainingConfig, recipe.training, local_batch_size=batch, mixed_precision_param=dtype)
 
 
 def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:

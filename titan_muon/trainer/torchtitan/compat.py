@@ -48,8 +48,7 @@ def check_version() -> None:
     raise RecipeError(
         f"recipes know torchtitan's release {TORCHTITAN_VERSION}, and the torchtitan in {folder} (version {version}) "
         f"has other loaders: `pip install --force-reinstall torchtitan=={TORCHTITAN_VERSION}`, or train with "
-        "torchtitan's own configuration, whose slot `optimizer` takes titan_muon.trainer.HybridOptimizers.Config() in "
-        "any version"
+        "torchtitan's own configuration and titan_muon.trainer.HybridOptimizers.Config()"
     )
 
 
