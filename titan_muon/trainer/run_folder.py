@@ -211,21 +211,16 @@ class RunFolder:
 
 def run_name(recipe: Recipe, typed: Sequence[str]) -> str:
     """`key=value` of the typed keys in plain characters: optimizer keys, then keys that make another run."""
-    own = values(recipe)
+    own, place = values(recipe), {table: number for number, table in enumerate(OPTIMIZERS)}
     keys_in_order = sorted(
         dict.fromkeys(key for key in typed if key not in NAMELESS),
-        key=lambda key: (_place(key), may_change(Recipe, key, own, own)),
+        key=lambda key: (place.get(key.partition(".")[0], len(place)), may_change(Recipe, key, own, own)),
     )
     pairs = (f"{short_key(key)}={_plain(own[key])}" for key in keys_in_order)
     name = ",".join(re.sub(r"[^A-Za-z0-9_.=+-]+", "-", pair) for pair in pairs)
     # The last pairs are lost, and a number tells such names apart.
     start = name[:LONGEST].rpartition(",")[0] or name[:LONGEST]
     return name if len(name) <= LONGEST else f"{start}+{zlib.crc32(name.encode()):08x}"
-
-
-def _place(key: str) -> int:
-    table = key.partition(".")[0]
-    return OPTIMIZERS.index(table) if table in OPTIMIZERS else len(OPTIMIZERS)
 
 
 def short_key(key: str) -> str:

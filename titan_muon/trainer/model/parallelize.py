@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 registry.placements.register("owned", owned)
 
-MASK_BLOCK = 128
-
 
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     """`spec` with the recipe's placement and the backend's needs in parallelize_fn.
@@ -41,16 +39,15 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     pipelining_fn = spec.pipelining_fn
     return dataclasses.replace(
         spec,
-        parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe), recipe.training.seq_len),
+        parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe)),
         pipelining_fn=None if pipelining_fn is None else wrap_pipelining(pipelining_fn, recipe),
     )
 
 
-def wrap_parallelize(parallelize_fn: Callable[..., nn.Module], seq_len: int) -> Callable[..., nn.Module]:
-    """`parallelize_fn` with a check of the sequence before, and changes for the backend after."""
+def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`parallelize_fn` with changes for the backend after."""
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
-        _check_sequence(seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)
         share_dense_mask(model)
         for module in model.modules() if compat.install() else ():
@@ -73,9 +70,7 @@ def fit_to_machine(config: "Trainer.Config") -> "Trainer.Config":
     if compat.install():
         use_attention(spec.model, "auto", True)
         config.training.disable_cuda_graphs = True
-    config.model_spec = dataclasses.replace(
-        spec, parallelize_fn=wrap_parallelize(spec.parallelize_fn, config.training.seq_len)
-    )
+    config.model_spec = dataclasses.replace(spec, parallelize_fn=wrap_parallelize(spec.parallelize_fn))
     if config.parallelism.spmd_backend == "spmd_types":
         config.parallelism.spmd_backend = compat.spmd_backend("auto")
     return config
@@ -104,14 +99,3 @@ def _check_experts(model: Any, degree: int) -> None:
             raise RecipeError(
                 f"= {degree} must divide the model's {number} experts", key="parallelism.expert_parallel_degree"
             )
-
-
-def _check_sequence(length: int, context_parallel: int) -> None:
-    # torch shards the document mask in whole blocks, and fails only at the first batch.
-    unit = MASK_BLOCK * context_parallel
-    if context_parallel > 1 and length % unit:
-        raise RecipeError(
-            f"= {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
-            f"parallelism.context_parallel_degree = {context_parallel} ranks",
-            key="training.seq_len",
-        )

@@ -21,6 +21,7 @@ class TorchNeed(NamedTuple):
     cause: str
 
 
+MASK_BLOCK = 128
 NO_LISTS = "earlier schedules do not take torchtitan's lists of microbatches"
 ONE_MESH = "earlier FSDP2 has a single mesh for all parameters of a module"
 NO_PLAIN_TENSORS = "earlier FSDP2 cannot shard plain tensors on its mesh"
@@ -67,14 +68,14 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
             f"= {expert} is not accepted on {plural(world_size, 'rank')}; it takes a divisor of {product}.",
             key="parallelism.expert_parallel_degree",
         )
-    # The load balancer gives each context-parallel rank two chunks.
-    divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
+    sequence = tensor if parallelism.enable_sequence_parallel else 1
+    # Each context-parallel rank gets two chunks, and torch cuts the document mask in whole blocks.
+    divisor = math.lcm(2 * context * sequence, MASK_BLOCK * context) if context > 1 else sequence
     if length % divisor:
-        degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
-        degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"{' and '.join(degrees)} cannot cut training.seq_len = {length}, which is no multiple of {divisor}; "
-            "change the degree or the length"
+            f"= {length} is no multiple of {divisor}, which parallelism.tensor_parallel_degree = {tensor} and "
+            f"context_parallel_degree = {context} need; change the length or the degrees",
+            key="training.seq_len",
         )
 
 
