@@ -184,7 +184,7 @@ def check_unread_fields(config: Any) -> None:
     """
     unread: dict[str, str] = {}
     if getattr(config, "param_groups", ()):
-        unread["param_groups"] = f"{RULES}: globs in place of regular expressions"
+        unread["param_groups"] = RULES
     if named := getattr(config, "optimizer_factory_kwargs_by_name", ()):
         unread[f"optimizer_factory_kwargs_by_name ({', '.join(named)})"] = "tables"
     if typed := getattr(config, "optimizers", ()):

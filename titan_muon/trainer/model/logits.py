@@ -22,16 +22,14 @@ OutTransform = Callable[[Tensor, Tensor], Tensor]
 
 
 class LogitObserver:
-    """Inner attention with a record of each head's largest logit in training."""
+    """Inner attention with a record of each head's largest logit in training, in the buffer `logits_max` (heads,).
+
+    The caller registers the buffer, and resets it to -inf.
+    """
 
     training: bool
     register_buffer: Callable[..., None]
     _buffers: dict[str, Tensor | None]
-
-    def keep_in(self, logits_max: Tensor) -> None:
-        """Set the buffer of the maxima: (heads,), float32. The caller resets the buffer to -inf."""
-        # A pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
-        self.register_buffer("logits_max", logits_max, persistent=False)
 
     def keep(self, logits: Tensor) -> None:
         """Record the largest logit of each query, or an upper bound: (batch, heads, queries)."""

@@ -79,7 +79,8 @@ def build_qk_clip(
         if layer.name in blocks:
             inner, heads = blocks[layer.name].get_submodule("attention.inner_attention"), layer.heads // ranks
             assert isinstance(inner, LogitObserver), f"{layer.name}: observe_logits was not called on the configuration"
-            inner.keep_in(clip.logits(layer.name, rank * heads, heads))
+            # A pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
+            inner.register_buffer("logits_max", clip.logits(layer.name, rank * heads, heads), persistent=False)
     return clip
 
 

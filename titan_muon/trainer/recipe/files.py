@@ -14,7 +14,7 @@ from titan_muon.options import Expert
 from titan_muon.trainer.recipe.constraints import check
 from titan_muon.trainer.recipe.flags import read_flags
 from titan_muon.trainer.recipe.schema import build, convert, convert_items, keys, values, without_removed
-from titan_muon.trainer.recipe.sections import AdamW, Muon, Recipe, Rule
+from titan_muon.trainer.recipe.sections import AdamW, Muon, Recipe
 from titan_muon.trainer.recipe.toml import Entry, RecipeError, document_text, read_layers, with_data_source
 
 TYPED_OPTIMIZERS: Mapping[str, Sequence[type]] = {"muon": (Muon, Expert), "adamw": (AdamW,)}
@@ -61,14 +61,13 @@ def _build(entries: Mapping[str, Entry], file: str) -> Recipe:
     """The recipe of `entries`. Options of its rules have the types of the optimizer's table."""
     recipe = build(Recipe, entries)
     source = entries["optimizer.rule"].source if "optimizer.rule" in entries else file
-    rules = [_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule)]
+    rules = list(recipe.optimizer.rule)
+    for i, rule in enumerate(rules):
+        # Other packages' optimizers validate options when built.
+        if (tables := TYPED_OPTIMIZERS.get(rule.optimizer)) is not None:
+            typed = convert_items(tables, rule.options, f"optimizer.rule[{i}].options", source)
+            rules[i] = replace(rule, options=typed)
     return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
-
-
-def _typed(rule: Rule, place: str, source: str) -> Rule:
-    # Other packages' optimizers validate options when built.
-    tables = TYPED_OPTIMIZERS.get(rule.optimizer)
-    return rule if tables is None else replace(rule, options=convert_items(tables, rule.options, place, source))
 
 
 def _merged(layers: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:

@@ -163,9 +163,7 @@ def _prepare(recipe: Recipe, run: Run, typed: tuple[str, ...], stop: StopSignals
             trainer.close()
         if dist.get_rank() == 0:
             runs.discard(run)
-        if refusal is error:
-            raise
-        raise refusal from error
+        raise refusal from None if refusal is error else error
     return trainer
 
 
@@ -180,12 +178,10 @@ def _refusal(error: Exception, recipe: Recipe) -> RecipeError | None:
         return RecipeError(f"{error} {refused}")
     if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
         return None
-    model = recipe.model
-    vocabulary = "" if model.vocab_size is None else f" with model.vocab_size = {model.vocab_size}"
     return RecipeError(
-        f"= {model.flavor!r}{vocabulary} does not fit into the memory of rank {dist.get_rank()}: "
-        f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; a dry run (--dry-run) "
-        f"lists the memory by purpose {refused}",
+        f"= {recipe.model.flavor!r} does not fit into the memory of rank {dist.get_rank()}: "
+        f"{str(error).splitlines()[0]}. Choose a smaller model or vocabulary, or more ranks; --dry-run lists the "
+        f"memory by purpose {refused}",
         key="model.flavor",
     )
 

@@ -111,7 +111,36 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     assert init.call_args.kwargs["cpu_backend"] == (accelerator and offload)
 
 
-MODEL = "model.flavor = 'moe_tiny' with model.vocab_size = 100000000000 does not fit into the memory of rank 0: "
+def test_a_start_that_cannot_write_is_refused_on_every_rank_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0 writes, and the other ranks wait for its texts."""
+    sent: list[object] = []
+    trainer = SimpleNamespace(checkpointer=SimpleNamespace(load=lambda: None), close=lambda: sent.append("closed"))
+    for name in ("check_start", "data_facts", "_refuse_late_export", "_stage_texts"):
+        monkeypatch.setattr(job, name, lambda *args: None)
+    trainer.dataloader = trainer.tokenizer = None
+    trainer.parallel_dims = SimpleNamespace(pp=1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: sent.extend(objects))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "recipe.toml.tmp")
+
+    monkeypatch.setattr(job.runs, "begin", full)
+    error, is_kept = prepare(lambda: trainer, tiny.recipe(tmp_path), monkeypatch, object())
+    assert isinstance(error, RecipeError)
+    assert "No space left on device: 'recipe.toml.tmp'. Free space, " in str(error)
+    assert [str(answer) for answer in sent] == [str(error), "closed"]
+    assert not is_kept
+
+
+def test_a_continued_run_needs_no_initial_checkpoint_and_any_backend_of_torch_is_accepted(tmp_path: Path) -> None:
+    values = {"checkpoint__initial_load_path": "/no/where", "compile__enable": True, "compile__backend": "eager"}
+    run = Run(folder=str(tmp_path), source=str(tmp_path), checkpoint=f"{tmp_path}/checkpoint/step-1")
+    assert trainer_config(tiny.recipe(tmp_path, **values), run, 1).compile.backend == "eager"
+
+
+MODEL = "model.flavor = 'moe_tiny' does not fit into the memory of rank 0: "
 ALLOCATOR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 25 TB"
 
 
