@@ -6,7 +6,7 @@ from typing import Any, NoReturn, TypeVar
 
 import tyro
 
-from titan_muon.trainer.recipe.schema import build, describe, keys, values
+from titan_muon.trainer.recipe.schema import build, describe, keys
 from titan_muon.trainer.recipe.toml import Entry, RecipeError, Words, value_text
 
 SOURCE = "command line"
@@ -78,6 +78,4 @@ def _flag(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primit
 
 
 def _help_text(value: Any) -> str:
-    if dataclasses.is_dataclass(value):
-        return value_text(values(value))
     return "absent" if value is None else value if isinstance(value, str) else value_text(value)

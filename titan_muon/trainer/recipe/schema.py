@@ -154,7 +154,7 @@ def _read(kind: Any, words: Words, key: str, source: str) -> object:
         return True
     if len(words) != 1:
         problem = f"{len(words)} values ({' '.join(words)})" if words else "no value"
-        bare = next((word for word in words if re.match(r"\w+\.\w+=", word)), None)
+        bare = next((word.lstrip("-") for word in words[1:] if re.match(r"-?\w+\.\w+", word)), None)
         hint = f" Write --{bare} for another key." if bare else ""
         raise RecipeError(f"is given {problem}; it takes {describe(kind)}.{hint}", key=key, source=source)
     (word,) = words

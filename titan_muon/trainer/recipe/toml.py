@@ -5,7 +5,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def value_text(value: object) -> str:
         return f"[{', '.join(map(value_text, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(_assignments(value))}}}"
-    return str(value)
+    return value_text(vars(value)) if is_dataclass(value) else str(value)
 
 
 def _assignments(values: Mapping[str, object]) -> list[str]:

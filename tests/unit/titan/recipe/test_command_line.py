@@ -105,6 +105,82 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
     assert recipe.optimizer.rule == (sections.Rule(match="*", optimizer="adamw", options={"lr": 1.0}),)
 
 
+MORE = r"""
+--muon.lr=-1 | muon.lr = -1.0 is not accepted; it takes 0 or more.
+--muon.lr 1e400 | muon.lr = inf is not accepted; it takes a finite number.
+--muon.lr '' | muon.lr = "" is not accepted; it takes a finite number.
+--muon.lr 1e-3,2e-3 | muon.lr = "1e-3,2e-3" is not accepted; it takes a finite number.
+--muon.lr=0.1=0.2 | muon.lr = "0.1=0.2" is not accepted; it takes a finite number.
+--muon.momentum 95% | muon.momentum = "95%" is not accepted; it takes a finite number.
+--muon.nesterov yes | muon.nesterov = "yes" is not accepted; it takes true or false.
+--muon.ns_coefficients 1,2 | muon.ns_coefficients = "1,2" is not accepted; it takes one of "keller_jordan"
+--muon.algorithm '' | muon.algorithm = "" is not accepted; it takes a name, or a list of different names.
+--muon.state ownr | muon.state = "ownr" is not accepted; it takes one of "replicated", "owner". Did you mean "owner"?
+--muon.overlap backward | muon.overlap = "backward" was removed
+--muon.expert 3 | unknown key muon.expert = "3". Did you mean [muon.expert]?
+--muon.expert.lr 1 | unknown key muon.expert.lr = "1". Did you mean muon.lr?
+--muon.lr.x 1 | unknown table [muon.lr]: muon.lr.x = "1". Did you mean [muon]?
+--muon | unknown key: muon. Did you mean [muon]?
+--muon. | unknown key muon.. Did you mean muon.lr?
+-muon.lr 1 | config is given 3 values (
+muon.lr 1 | Write --muon.lr for another key.
+--adamw.betas 0.9,0.95,0.99 | adamw.betas = ["0.9", "0.95", "0.99"] is not accepted; it takes a list of 2
+--adamw.betas [0.9,x] | adamw.betas = ["[0.9,x]"] is not accepted; it takes a list of 2
+--adamw.betas 0.9,1.0 | adamw.betas = [0.9, 1.0] is not accepted; it takes a list, each element a number from 0 to les
+--training.steps 1e3 | training.steps = 1000.0 is not accepted; it takes an integer.
+--training.seq_len 2k | training.seq_len = "2k" is not accepted; it takes an integer.
+--training.dtype fp32 | training.dtype = "fp32" is not accepted; it takes one of "float32", "bfloat16".
+--training.mixed_precision_param bf16 | Did you mean "bfloat16"?
+--lr_scheduler.warmup_steps 2000 | it takes at most the steps of the schedule (lr_scheduler.total_steps, or training.s
+--lr_scheduler.total_steps 10 | lr_scheduler.total_steps = 10 is not accepted; it takes training.steps or more, or lef
+--data.files a --data.source hf | it takes nothing, unless data.source is "files"; leave out data.source or data.files.
+--data.files a b --data.weights 1 | it takes a number for each entry of data.files, or none at all. Here data.files =
+--data.files a b --data.weights 0 1 | data.weights = [0.0, 1.0] is not accepted; it takes a list, each element a numbe
+--data.files a b --data.weights 0.33333 1 | to 100 with at most 3 decimals.
+--data.weights 1 2 | data.weights = [1.0, 2.0] is not accepted; it takes a number for each entry of data.files, or none
+--data.files a b --data.weights 1,x | data.weights[1] = "x" is not accepted; it takes a finite number.
+--data.files a --data.weights 2 2 | data.weights = [2.0, 2.0] is not accepted; it takes a number for each entry of dat
+--data.files a '' | data.files = ["a", ""] is not accepted; it takes a list, each element a string that is not empty.
+--data.vocab_size 100 --data.tokenizer bpe | data.vocab_size = 100 is not accepted; it takes 258 or more.
+--data.validation_fraction 0 | it takes more than 0, because validator.enable = true.
+--data.workers -1 | data.workers = -1 is not accepted; it takes 0 or more.
+--data.cache s3://bucket | it takes a folder on a file system, not a URL and without line breaks.
+--name a/b | name = "a/b" is not accepted; it takes a name that is not empty and has no slash and no line break.
+--name '' | name = "" is not accepted; it takes a name that is not empty and has no slash and no line break.
+--name | name is given no value; it takes a string.
+--name a b | name is given 2 values (a b); it takes a string.
+--dump_folder gs://bucket | it takes a folder on a file system, not a URL and without line breaks.
+--checkpoint.folder ../x | checkpoint.folder = "../x" is not accepted; it takes a relative path inside the run's folder.
+--checkpoint.load '' | checkpoint.load = "" is not accepted; it takes a string that is not empty.
+--checkpoint.load | checkpoint.load is given no value; it takes a string.
+--checkpoint.load latest runs | checkpoint.load is given 2 values (latest runs); it takes a string.
+--checkpoint.load latest --checkpoint.load_step -2 | checkpoint.load_step = -2 is not accepted; it takes -1, or 0 or
+--checkpoint.load latest --checkpoint.exclude_from_loading optimiser | each element one of optimizer, lr_scheduler,
+--checkpoint.resume latest | unknown key checkpoint.resume = "latest". Did you mean checkpoint.load?
+--checkpoint.keep_latest_k 1 | checkpoint.keep_latest_k = 1 is not accepted; it takes 0, or 2 or more.
+--checkpoint.initial_load_path runs/x | it takes an absolute path or a URL.
+--checkpoint.initial_load_in_hf | it takes true only with checkpoint.initial_load_path or model.hf_assets_path.
+--import '' | imports = [""] is not accepted; it takes a list, each element a string that is not empty.
+--imports my_module, | imports = ["my_module", ""] is not accepted; it takes a list, each element a string that is not
+--optimizer.rule '{match="*"}' | optimizer.rule[0] = {match = "*"} is not accepted; it takes a table that has `optimiz
+--optimizer.rule '[{match="*",optimizer="adamw"}' | it takes a table with the keys match, optimizer, options, as in
+--optimizer.rule '{match="*",optimizer="adamw",options={momentum=1}}' | options takes lr, betas, eps, weight_decay,
+--placement.rule '{match="*",placement="shard0",owner=1}' | placement.rule = [{match = "*", placement = "shard0", owner
+--placement.replicas one | placement.replicas = "one" is not accepted; it takes "one" only with placement.muon = "owned"
+--parallelism.tp 2 | unknown key parallelism.tp = "2". Did you mean parallelism.tensor_parallel_degree?
+--qk_clip.mode clip --muon.overlap forward | it takes "none" with qk_clip.mode = "clip", which scales weights.
+--loss.chunks 3 | it takes "auto", or a divisor of training.seq_len / parallelism.context_parallel_degree.
+--activation_checkpoint.mode memory_budget | unless compile.enable = true and compile.components has "model".
+--profiler.enable_profiling --profiler.profile_freq 2 | it takes profiler_warmup + profiler_active or more
+--epochs 3 | unknown key: epochs = "3". The tables are model, data, training,
+--dry-run --compare muon.lr=1,2 muon.lr=3 | muon.lr is set twice; leave out muon.lr=3, or the other values.
+--dry-run --compare =1,2 | unknown key:  = "1". The tables are
+--dry-run --compare muon.lr=1,2 --full | --compare prints a table only; leave out --full.
+--quiet maybe | quiet = "maybe" is not accepted; it takes true or false.
+"""
+"""Words of a command line, and a part of the error: numbers, lists, mixtures, names, `latest`, imports and others."""
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -149,6 +225,7 @@ def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path, brackets: s
         (["--training.batch_size", "4"], ["Did you mean training.global_batch_size?"]),
         (["--training.learning_rate", "1"], ["Did you mean muon.lr?"]),
         (["--seed", "1"], ["Did you mean debug.seed?"]),
+        *((shlex.split(words), [error]) for words, error in (row.split(" | ") for row in MORE.strip().splitlines())),
     ],
 )
 def test_a_bad_command_is_a_recipe_error_without_output(
