@@ -1,10 +1,12 @@
 """Tokenizers for TorchTitan's trainer. Two marks enclose a document."""
 
 import logging
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 BYTES = 256
 MARKS = 2
+WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+"""The words of `pre_tokenizers.ByteLevel` in a text of ASCII."""
 
 
 class _MarkedTokenizer(BaseTokenizer):
@@ -34,22 +38,19 @@ class _MarkedTokenizer(BaseTokenizer):
         self.eos_id: int = vocab_size - 1
 
     @abstractmethod
-    def _encode(self, text: str) -> list[int]: ...
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """Ids of the text, with the requested marks. A lone surrogate becomes "?"."""
-        ids = self._encode(text.encode("utf-8", errors="replace").decode())
+        ids = self._encode([text.encode("utf-8", errors="replace").decode()])[0].tolist()
         return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int64 ids of each text, between both marks."""
-        return [np.concatenate([[self.bos_id], ids, [self.eos_id]]) for ids in self._encode_all(texts)]
-
-    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(self._encode(text), np.int64) for text in texts]
+        return [np.concatenate([[self.bos_id], ids, [self.eos_id]]) for ids in self._encode(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of any ids, without marks; invalid UTF-8 becomes U+FFFD."""
@@ -71,10 +72,7 @@ class ByteTokenizer(_MarkedTokenizer):
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         super().__init__(BYTES + MARKS)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
@@ -109,12 +107,12 @@ class BPETokenizer(_MarkedTokenizer):
         self.text = self.bpe.to_str()
         self.fingerprint = digest("bpe", self.text, str(data.vocab_size))
 
-    def _encode(self, text: str) -> list[int]:
-        return self.bpe.encode(text).ids
-
-    def _encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # Without offsets, which take as long as the ids.
-        return [np.array(encoding.ids, np.int64) for encoding in self.bpe.encode_batch_fast(texts)]
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # Words repeat, and have the same ids alone. Looking them up takes a third of the tokenizer's time.
+        split = [WORDS.findall(text) if text.isascii() else [text] for text in texts]
+        words = list(dict.fromkeys(chain.from_iterable(split)))
+        ids = dict(zip(words, (encoding.ids for encoding in self.bpe.encode_batch_fast(words)), strict=True))
+        return [np.fromiter(chain.from_iterable(map(ids.__getitem__, parts)), np.int64) for parts in split]
 
     def _decode(self, ids: list[int]) -> str:
         return self.bpe.decode(ids)

@@ -328,6 +328,14 @@ def test_tokenizers_round_trip_any_text(data):
         assert tokenizer.decode(ids) == text
 
 
+def test_the_words_of_a_text_have_the_ids_of_the_whole_text(data):
+    text, characters = Path(__file__).read_text(), "".join(map(chr, range(128)))
+    odd = "it's  \n\n x'''s 1'll \x1c\x1f a\r\n\t b ' s"
+    bpe = tokenizer_config(replace(data, tokenizer="bpe", vocab_size=290)).build()
+    for case in (text, *TEXTS, 2 * characters, " ".join(characters), odd):
+        assert bpe.encode(case) == bpe.bpe.encode(case).ids
+
+
 def test_invalid_utf8_is_replaced(data, tmp_path):
     tokenizer = ByteTokenizer.Config().build()
     assert tokenizer.decode([0xFF, ord("a"), 0xF0, 0x9F]) == "�a�"
