@@ -117,7 +117,7 @@ def test_a_start_that_cannot_write_is_refused_on_every_rank_by_the_file(
     """Only rank 0 writes, and the other ranks wait for its texts."""
     sent: list[object] = []
     trainer = SimpleNamespace(checkpointer=SimpleNamespace(load=lambda: None), close=lambda: sent.append("closed"))
-    for name in ("check_start", "data_facts", "_refuse_late_export", "_stage_texts"):
+    for name in ("check_start", "data_facts", "_stage_texts"):
         monkeypatch.setattr(job, name, lambda *args: None)
     trainer.dataloader = trainer.tokenizer = None
     trainer.parallel_dims = SimpleNamespace(pp=1)
@@ -149,10 +149,7 @@ ALLOCATOR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you trie
     [
         (ValueError("bad degrees"), "bad degrees (refused at "),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 25 TB"), MODEL + "CUDA out of memory.. Choose"),
-        (
-            RuntimeError(ALLOCATOR),
-            f"{MODEL}{ALLOCATOR}. Choose a smaller model or vocabulary, or more ranks; a dry run",
-        ),
+        (RuntimeError(ALLOCATOR), f"{MODEL}{ALLOCATOR}. Choose a smaller model or vocabulary, or more ranks; --dry"),
         (RuntimeError("any other error"), None),
     ],
 )
