@@ -49,7 +49,7 @@ REFUSED = [
     ),
     (
         f"--training.seq_len 384 --parallelism.context_parallel_degree 2 {ALONE} 2",
-        r"training\.seq_len = 384 is no multiple of 256",
+        r"training\.seq_len = 384 is not a multiple of 256",
     ),
     ("--training.seq_len 60000", r"training\.seq_len = 60000 exceeds the 40960 positions .* set it to 40960"),
     ("--model.attention flex", r"model\.attention = 'flex' has no backward on the CPU"),

@@ -73,7 +73,7 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
     divisor = math.lcm(2 * context * sequence, MASK_BLOCK * context) if context > 1 else sequence
     if length % divisor:
         raise RecipeError(
-            f"= {length} is no multiple of {divisor}, which parallelism.tensor_parallel_degree = {tensor} and "
+            f"= {length} is not a multiple of {divisor}, which parallelism.tensor_parallel_degree = {tensor} and "
             f"context_parallel_degree = {context} need; change the length or the degrees",
             key="training.seq_len",
         )

@@ -161,12 +161,12 @@ LAYOUTS = [
     (
         "tp=4 length=14",
         4,
-        "training.seq_len = 14 is no multiple of 4, which parallelism.tensor_parallel_degree = 4 and",
+        "training.seq_len = 14 is not a multiple of 4, which parallelism.tensor_parallel_degree = 4 and",
     ),
     ("cp=2 length=256", 4, ""),
-    ("cp=2 length=384", 4, "no multiple of 256"),
+    ("cp=2 length=384", 4, "not a multiple of 256"),
     ("tp=2 cp=2 length=256", 4, ""),
-    ("tp=3 cp=2 length=256", 6, "no multiple of 768"),
+    ("tp=3 cp=2 length=256", 6, "not a multiple of 768"),
     ("tp=2 sequence_parallel=false length=3", 4, ""),
 ]
 
