@@ -41,16 +41,10 @@ REFUSED = [
     ("--checkpoint.async_mode async_with_pinned_mem", r"checkpoint\.async_mode .* not accepted on the CPU"),
     # By the model.
     ("--model.name qwen", r"^command line: model\.name = 'qwen' is unknown; did you mean 'qwen3'\?.*llama3"),
-    (f"--parallelism.tensor_parallel_degree 8 {ALONE} 8", "= 8 must divide the model's 8 query heads and 4 key-value"),
-    (f"--parallelism.expert_parallel_degree 3 {ALONE} 3", "= 3 must divide the model's 16 experts"),
-    (
-        f"--model.name llama3 --model.flavor tiny --parallelism.expert_parallel_degree 2 {ALONE} 2",
-        "degree = 2, but the model has no experts",
-    ),
-    (
-        f"--training.seq_len 384 --parallelism.context_parallel_degree 2 {ALONE} 2",
-        r"training\.seq_len = 384 is not a multiple of 256",
-    ),
+    (f"{TP} 8 {ALONE} 8", "= 8 must divide the model's 8 query heads and 4 key-value"),
+    (f"{EP} 3 {ALONE} 3", "= 3 must divide the model's 16 experts"),
+    (f"--model.name llama3 --model.flavor tiny {EP} 2 {ALONE} 2", "but the model has no experts"),
+    (f"--training.seq_len 384 --parallelism.context_parallel_degree 2 {ALONE} 2", "= 384 is not a multiple of 256"),
     ("--training.seq_len 60000", r"training\.seq_len = 60000 exceeds the 40960 positions .* set it to 40960"),
     ("--model.attention flex", r"model\.attention = 'flex' has no backward on the CPU"),
     ("--model.attention varlen", r"model\.attention = 'varlen' has no backward on the CPU"),

@@ -13,7 +13,7 @@ import torch
 
 from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.dist.titan.test_trainer_resume import train
+from titan_muon.trainer.recipe import RecipeError, load
 from titan_muon.trainer.torchtitan import compat
 
 compat.install()
@@ -43,11 +43,11 @@ def trained(rank: int, world_size: int, folder: Path) -> Path:
     return tiny.train(tiny.recipe(folder, **SHORT))
 
 
-def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
+def finished(rank: int, world_size: int, folder: Path, run: Path) -> list[str]:
     """Printed lines of a continued finished run."""
     lines: list[str] = []
     job.print_on_rank0 = lines.append
-    assert train(tiny.recipe(folder, **SHORT, checkpoint__load=run, checkpoint__load_only=True)) == run
+    assert tiny.train(tiny.recipe(folder, **SHORT, checkpoint__load=str(run), checkpoint__load_only=True)) == run
     return lines
 
 
@@ -108,7 +108,7 @@ def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pyte
 
 
 def test_a_finished_run_names_the_next_commands(run: Path) -> None:
-    lines = run_ranks(finished, 2, run.parents[2], str(run))[0]
+    lines = run_ranks(finished, 2, run.parents[2], run)[0]
     (line,) = (line for line in lines if line.startswith("nothing to do: step 2 of 2 is done"))
     assert line.endswith(f"; titan-muon evaluate, sample and export read {run}")
     assert (run / "checkpoint/step-2/.metadata").is_file()

@@ -82,18 +82,6 @@ def test_every_trainer_option_can_be_set_or_has_a_reason_on_the_page(kind: type,
             assert {f'{key} = "{choice}"' for choice in missing} <= reasons
 
 
-def test_tables_shared_with_torchtitan_have_only_these_keys_more() -> None:
-    ours = ("optimizer", "activation_checkpoint", "float8", "mxfp8", "nvfp4")
-    shared = {table for table in TABLES.values() if table not in ours}
-    theirs = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
-    keys = {key for key in schema.keys(Recipe) if key.partition(".")[0] in shared}
-    assert keys - theirs == {
-        *RENAMED.values(),
-        "checkpoint.load",
-        "debug.check_replicas_freq",
-    }
-
-
 def test_every_part_of_the_trainer_has_a_table_or_a_reason_on_the_page() -> None:
     tables = {field.name for field in fields(Recipe)}
     parts = {MADE_OF.get(field.name, field.name) for field in fields(Trainer.Config)}

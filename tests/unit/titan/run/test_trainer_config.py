@@ -21,22 +21,14 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.trainer import Trainer
 
 from tests import tiny
-from titan_muon.trainer.checks.machine import refuse_on_cpu
+from titan_muon.trainer.checks.start import refuse_on_cpu
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
-
-from titan_muon.trainer.checks.start import refuse_on_cpu  # noqa: E402
-from titan_muon.trainer.model.spec import model_spec  # noqa: E402
-from titan_muon.trainer.run import job  # noqa: E402
-from titan_muon.trainer.run.console import print_on_rank0  # noqa: E402
-from titan_muon.trainer.run.runs import Run  # noqa: E402
-from titan_muon.trainer.run.signals import StopSignals  # noqa: E402
-from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
+from titan_muon.trainer.run import job
+from titan_muon.trainer.run.console import print_on_rank0
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.signals import StopSignals
+from titan_muon.trainer.run.trainer_config import trainer_config
 
 
 def config(folder: Path, world_size: int = 1, **values: object):
@@ -109,35 +101,6 @@ def test_parameters_on_the_host_have_a_cpu_backend_beside_the_device_backend(
     monkeypatch.setattr("titan_muon.trainer.torchtitan.compat.init_distributed", init)
     job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
     assert init.call_args.kwargs["cpu_backend"] == (accelerator and offload)
-
-
-def test_a_start_that_cannot_write_is_refused_on_every_rank_by_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only rank 0 writes, and the other ranks wait for its texts."""
-    sent: list[object] = []
-    trainer = SimpleNamespace(checkpointer=SimpleNamespace(load=lambda: None), close=lambda: sent.append("closed"))
-    for name in ("check_start", "data_facts", "_stage_texts"):
-        monkeypatch.setattr(job, name, lambda *args: None)
-    trainer.dataloader = trainer.tokenizer = None
-    trainer.parallel_dims = SimpleNamespace(pp=1)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: sent.extend(objects))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device", "recipe.toml.tmp")
-
-    monkeypatch.setattr(job.runs, "begin", full)
-    error, is_kept = prepare(lambda: trainer, tiny.recipe(tmp_path), monkeypatch, object())
-    assert isinstance(error, RecipeError)
-    assert "No space left on device: 'recipe.toml.tmp'. Free space, " in str(error)
-    assert [str(answer) for answer in sent] == [str(error), "closed"]
-    assert not is_kept
-
-
-def test_a_continued_run_needs_no_initial_checkpoint_and_any_backend_of_torch_is_accepted(tmp_path: Path) -> None:
-    values = {"checkpoint__initial_load_path": "/no/where", "compile__enable": True, "compile__backend": "eager"}
-    run = Run(folder=str(tmp_path), source=str(tmp_path), checkpoint=f"{tmp_path}/checkpoint/step-1")
-    assert trainer_config(tiny.recipe(tmp_path, **values), run, 1).compile.backend == "eager"
 
 
 MODEL = "model.flavor = 'moe_tiny' does not fit into the memory of rank 0: "
