@@ -178,7 +178,6 @@ ROWS = [
     # uninitialized memory, which deterministic runs fill with NaN.
     clipped("pp", DENSE, f"{PIPELINE} steps=2 debug.deterministic=true"),
     row("validated", 1, EXPERTS, "validator.freq=1", reference=(1, keys("validator.enable=false")), exact=True),
-    row("monitored", 2, EXPERTS, "monitor.freq=2", reference=(2, {}), exact=True),
     row("resumed", 2, EXPERTS, WARMUP, (2, ""), reference=(2, keys(WARMUP)), exact=True),
     exact("forward", FULL, FORWARD, FORWARD),
     exact("forward, asynchronous, compiled", ASYNC, FORWARD, FORWARD),
