@@ -66,11 +66,12 @@ class CapturedStep:
     `algorithms`: with their parameter groups.
     """
 
-    def __init__(self, step: MuonStep, passes: Kernels, algorithms: Sequence[tuple[Algorithm, Group]]) -> None:
+    def __init__(
+        self, step: MuonStep, passes: Kernels, algorithms: Sequence[tuple[Algorithm, Group]], device: torch.device
+    ) -> None:
         self._step = replace(step, hooks=[hook for hook in step.hooks if hook.captured])
         self._outside = [hook for hook in step.hooks if not hook.captured]
         self._passes, self._algorithms = passes, algorithms
-        device = step.report.device
         self._skipped = torch.zeros((), dtype=torch.bool, device=device)
         self._graphs: dict[Hashable, Captured] = {}
         self._eager = Counter[Hashable]()
@@ -172,7 +173,7 @@ class GraphFeature(Feature):
         assert isinstance(parts.passes, Kernels), "see `check`"
         groups = zip(group_numbers(parts.rank), parts.rank.params, strict=True)
         of_group = {g: (self._algorithm.for_parameter(n), trained.group) for n, (g, trained) in enumerate(groups)}
-        return CapturedStep(parts.step, parts.passes, list(of_group.values()))
+        return CapturedStep(parts.step, parts.passes, list(of_group.values()), parts.rank.device)
 
 
 def undeclared(algorithm: type[Algorithm]) -> bool:
