@@ -123,7 +123,7 @@ def placed(tensor: Tensor, mesh: Any) -> Tensor:
 def trained(
     options: dict[str, Any], captured: bool, mesh: Any = None, change: Change | None = None
 ) -> list[list[Tensor]]:
-    """Weights and states after each step. The gradients of all steps are kept, so that no address returns."""
+    """Traffic, weights and states after each step. The gradients of all steps are kept, so that no address returns."""
     params, muon = made(options, captured, mesh)
     kept, results = [], []
     for step in range(STEPS):
@@ -137,7 +137,8 @@ def trained(
         if change is not None:
             change(muon, params, step)
         muon.step()
-        results.append([t.clone() for p in params.values() for t in (local(p), *_states(muon, p))])
+        traffic = torch.tensor([muon.exchange.traffic.calls, muon.exchange.traffic.bytes_sent])
+        results.append([traffic, *(t.clone() for p in params.values() for t in (local(p), *_states(muon, p)))])
     return results
 
 
