@@ -19,7 +19,7 @@ from tests.dist.harness import run_ranks
 from tests.shared import equal, local, muon_keywords
 from tests.unit.features.test_fused import needs_interpreter
 from titan_muon import Expert, Hybrid, Muon
-from titan_muon.engine.exchange.exchange import Collectives, wait_all
+from titan_muon.engine.exchange.exchange import Collectives, Traffic, wait_all
 from titan_muon.kernels import batches, fused, graph
 from titan_muon.kernels.launch import TableLaunch
 
@@ -66,10 +66,16 @@ class RecordedGraph(TorchDispatchMode):
         return recorded
 
     def _collective(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*operands: Any) -> Any:
-            self._calls.append(lambda: wait_all(start(*operands)))
+        def recorded(collectives: Collectives, *operands: Any) -> Any:
+            def again() -> None:
+                # A graph does not count.
+                counted, collectives.traffic = collectives.traffic, Traffic()
+                wait_all(start(collectives, *operands))
+                collectives.traffic = counted
+
+            self._calls.append(again)
             with _disable_current_modes():
-                return start(*operands)
+                return start(collectives, *operands)
 
         return recorded
 
