@@ -221,24 +221,3 @@ def test_a_write_to_the_state_reaches_the_part_of_the_parameter() -> None:
     assert not any(part.state for part in parts.values())
     with pytest.raises(KeyError):
         run.hybrid.state[nn.Parameter(torch.ones(1))]
-
-
-def test_a_failed_load_of_another_packages_optimizer_changes_nothing() -> None:
-    run, reference = run_of(), run_of()
-    for each in (run, reference):
-        train(each.model, each.hybrid, range(2))
-    wrong = copy.deepcopy(run.hybrid.state_dict())
-    for group in wrong["param_groups"]:
-        group["lr"] = 0.5
-
-    def fail(*_: Any) -> None:
-        raise ValueError("not this one")
-
-    handle = run.hybrid.optimizers["torch_adam"].register_load_state_dict_post_hook(fail)
-    with pytest.raises(ValueError, match="not this one"):
-        run.hybrid.load_state_dict(wrong)
-    handle.remove()
-    assert shares_one_state(run)
-    for each in (run, reference):
-        train(each.model, each.hybrid, range(2, 4))
-    assert equal(run.model, reference.model)

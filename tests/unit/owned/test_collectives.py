@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import BLOCKS, Net, Setup, data_mesh, loss_of, make, matrices
 from titan_muon import Owners, own
 from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.owned import is_owned, private
-from titan_muon.owned.param import held_elements, holders, place_on_owners
+from titan_muon.owned.param import holders, place_on_owners
 
 OWNERS = 6
 """Of the six matrices of a layer, when there are as many ranks."""
@@ -121,24 +120,6 @@ def test_owners_know_a_parameter_without_the_segments_of_wrappers() -> None:
 
 
 # Meshes of owned parameters and coalesced operations, by private names of PyTorch
-
-
-@pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize("owner", [0, 1])
-def test_only_holders_store_an_owned_parameter(owner: int) -> None:
-    """Rank 0 of the tensor axis holds the first rows of the data-axis owner's matrix."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    whole = torch.arange(15.0).view(5, 3)
-    cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)
-    owned = place_on_owners(cut, mesh["data"], [owner])
-    assert holders(owned) == ((0, 1) if owner == 0 else (2, 3))
-    assert held_elements(owned) == dict(zip(holders(owned), (9, 6), strict=True))
-    assert owned.shape == (5, 3)
-    assert owned.to_local().tolist() == (whole[:3].tolist() if owner == 0 else [])
-    assert is_owned(owned)
-    assert is_owned(owned.detach())
-    assert is_owned(torch.zeros_like(owned))
-    assert not is_owned(cut)
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -17,13 +15,12 @@ from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans, wo
 from titan_muon import Expert, Muon
 from titan_muon.engine.engine import plan_step
 from titan_muon.engine.layout.intervals import Geometries, Pieces
-from titan_muon.engine.layout.types import Bucket, Mesh, Parameter, Placement, Plan, Replicate, Shard
+from titan_muon.engine.layout.types import Mesh, Parameter, Placement, Plan, Replicate, Shard
 from titan_muon.engine.layout.work import Elements
 from titan_muon.engine.planning import PlanRequest, Task
 from titan_muon.engine.rule import MOST_ROUNDS, ROUND_BYTES, plan_by_rule
-from titan_muon.options import Machine, MuonOptions, Overlap
+from titan_muon.options import Machine, MuonOptions
 from titan_muon.planner.search import in_model_order, rounds
-from titan_muon.planner.timeline import EARLY, ordered_rounds
 from titan_muon.selection import select
 
 
@@ -83,26 +80,6 @@ def test_a_matrix_stays_with_possible_owners() -> None:
     assert [tasks[0].matrix for tasks in ordered] == [2, 3, 0, 1]
     assert owned == {(2, 0): 3, (3, 0): 2, (0, 0): 1, (1, 0): 0}
     assert all(rank in candidates[matrix] for (matrix, _), rank in owned.items())
-
-
-@pytest.mark.parametrize(
-    ("matrices", "forward"),
-    [
-        # An eighth of 16 is two: a round with one of the first two matrices hides nothing, nor do rounds at the same
-        # time.
-        ([(12, 15), (8, 11), (4, 7), (0, 3)], 0),
-        ([(0, 3), (4, 7), (8, 11), (12, 15)], 3),
-        ([(0, 9), (2, 15), (3, 4)], 2),
-        ([(3, 9), (1, 15), (2, 4)], 0),
-        ([(5, 9)], 0),
-    ],
-)
-def test_buckets_without_an_early_matrix_are_hidden(matrices: list[tuple[int, int]], forward: int) -> None:
-    assert EARLY * 16 == 2
-    bucket = plan_of(parameters(16, 4)).buckets[0]
-    buckets: list[Bucket] = [replace(bucket, matrices=of, owners=(0, 1), round=k) for k, of in enumerate(matrices)]
-    counts = [ordered_rounds(buckets, overlap) for overlap in get_args(Overlap)]
-    assert counts == [0, forward]
 
 
 # The plan by a fixed rule. Its plans are among those of `plans`, and rows of the parity table
