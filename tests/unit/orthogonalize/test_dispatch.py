@@ -39,7 +39,7 @@ STEEP = ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.954
 """CANS as published, without a margin: each step ends where the next begins to diverge."""
 BY_SIZE = [(512, 1, "plain"), (512, 16, "triton"), (1024, 1, "plain"), (2048, 4, "triton"), (4096, 1, "triton")]
 KERNELS = (*(Kernel("float16", rows, name, n) for rows, n, name in BY_SIZE), Kernel("bfloat16", 256, "triton"))
-GPU, CPU_ALONE = {"device": "cuda"}, {"device": "cpu", "cpu_bfloat16": False}
+GPU, ON_CPU = {"device": "cuda"}, {"device": "cpu", "cpu_bfloat16": False}
 MEASURED = {"device": "cuda", "kernels": KERNELS}
 TEN = coefficients("keller_jordan", 10)
 
@@ -70,12 +70,12 @@ CHOICES: list[tuple[dict[str, Any], int, int, Any, str]] = [
     (MEASURED, 4096, 4096, JORDAN, "standard float16 triton"),
     (MEASURED, 4096, 4104, JORDAN, "standard float16"),
     (MEASURED, 4104, 4096, JORDAN, "standard float16"),
-    (CPU_ALONE, 1024, 4096, STEEP, "gram float32 restart 2"),
+    (ON_CPU, 1024, 4096, STEEP, "gram float32 restart 2"),
     # Where float32 is exact enough, restarts are left out.
-    (CPU_ALONE, 256, 1024, JORDAN, "gram float32"),
-    (CPU_ALONE, 257, 1028, JORDAN, "gram float32 restart 2"),
-    (CPU_ALONE, 256, 1023, JORDAN, "gram float32 restart 2"),
-    (CPU_ALONE, 128, 4096, TEN, "gram float32 restart 2,4,6,8"),
+    (ON_CPU, 256, 1024, JORDAN, "gram float32"),
+    (ON_CPU, 257, 1028, JORDAN, "gram float32 restart 2"),
+    (ON_CPU, 256, 1023, JORDAN, "gram float32 restart 2"),
+    (ON_CPU, 128, 4096, TEN, "gram float32 restart 2,4,6,8"),
     ({"device": "cpu", "cpu_bfloat16": True}, 1024, 4096, STEEP, "gram float32 restart 2"),
 ]
 # fmt: on
