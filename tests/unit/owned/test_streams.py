@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.owned_model import Net, loss_of
-from tests.dist.owned.test_owned_stacks import loss_of as mixture_loss
-from tests.dist.owned.test_owned_stacks import make as make_mixture
+from tests.dist.owned.test_owned_traffic import loss_of as mixture_loss
+from tests.dist.owned.test_owned_traffic import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.owned.test_collectives import owned_model
 from titan_muon import Owners, own
