@@ -19,15 +19,11 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import tiny
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
-from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml  # noqa: E402
-from titan_muon.trainer.run import console, metrics  # noqa: E402
-from titan_muon.trainer.run.console import _Useful, set_up_logging  # noqa: E402
-from titan_muon.trainer.run.metrics import JsonLines, RunMetrics, tagged  # noqa: E402
-from titan_muon.trainer.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
+from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
+from titan_muon.trainer.run import console, metrics
+from titan_muon.trainer.run.console import _Useful, set_up_logging
+from titan_muon.trainer.run.metrics import JsonLines, RunMetrics, tagged
+from titan_muon.trainer.run.signals import SAME_PRESS_SECONDS, StopSignals
 
 RATES = {"muon": 2e-3, "adamw": 1e-3}
 PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}

@@ -20,18 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
-from titan_muon.trainer.data.loader import dataloader_config  # noqa: E402
-from titan_muon.trainer.data.tokenizers import ByteTokenizer  # noqa: E402
-from titan_muon.trainer.recipe.sections import Data  # noqa: E402
-from titan_muon.trainer.run.checkpoints import _first_failure, flaw  # noqa: E402
-from titan_muon.trainer.run_folder import CHECKSUMS, METADATA, damage  # noqa: E402
-from titan_muon.trainer.storage.checksums import SummingWriter  # noqa: E402
-from titan_muon.trainer.storage.reader import METADATA as ALLOWED_METADATA  # noqa: E402
-from titan_muon.trainer.storage.reader import RefusedError, SafePlanner, SafeReader, _SafeUnpickler  # noqa: E402
+from titan_muon.trainer.data.loader import dataloader_config
+from titan_muon.trainer.data.tokenizers import ByteTokenizer
+from titan_muon.trainer.recipe.sections import Data
+from titan_muon.trainer.run.checkpoints import _first_failure, flaw
+from titan_muon.trainer.run_folder import CHECKSUMS, METADATA, damage
+from titan_muon.trainer.storage.checksums import SummingWriter
+from titan_muon.trainer.storage.reader import METADATA as ALLOWED_METADATA
+from titan_muon.trainer.storage.reader import RefusedError, SafePlanner, SafeReader, _SafeUnpickler
 
 DATA = "__0_0.distcp"
 STATE = {
