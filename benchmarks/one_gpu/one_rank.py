@@ -188,10 +188,10 @@ class Rank:
             adamw.step()
         return self.clock.once(adamw.step)
 
-    def muon(self, *, fused: bool) -> Muon:
-        """Muon with a built plan."""
-        groups = [dict(group) for group in self._groups]
-        return OneRankMuon(groups, split=splits_of(self.world), expert=Expert(fused=fused)).build()
+    def muon(self, *, fused: bool, captured: bool = False) -> Muon:
+        """Muon with a built plan. `captured`: a step is a CUDA graph."""
+        groups, expert = [dict(group) for group in self._groups], Expert(fused=fused, cuda_graph=captured)
+        return OneRankMuon(groups, split=splits_of(self.world), expert=expert).build()
 
     def set_gradients(self, step: int, *, new: bool) -> None:
         """Constant gradients, or tensors at other addresses than in the step before, as FSDP2 makes them."""
@@ -209,10 +209,13 @@ class Rank:
 
         return step
 
-    def measured(self, repeats: int, *, fused: bool, skippable: bool, new: bool) -> dict[str, Any]:
+    def measured(
+        self, repeats: int, *, fused: bool, skippable: bool, new: bool, captured: bool = False
+    ) -> dict[str, Any]:
         """Columns of a step: medians of the times, kernels by stage, idle, launches, and memory."""
-        step = self.step_of(self.muon(fused=fused), skippable=skippable)
-        for number in range(3):
+        step = self.step_of(self.muon(fused=fused, captured=captured), skippable=skippable)
+        # The fourth step is captured.
+        for number in range(4):
             self.set_gradients(number, new=new)
             step()
         self.clock.wait()
@@ -373,13 +376,15 @@ def measure(name: str, rows: Rows, device: torch.device) -> None:
     with fake_world(world):
         for narrow in (False, True):
             rank = Rank(world, device, narrow=narrow)
-            for fused, skippable, new in product((False, True), (False, True), (True, False)):
+            kinds = list(product((False, True), (False, True), (True, False), (False,)))
+            # A graph of the kernels alone, where a GPU may have one.
+            kinds += [(True, skippable, True, True) for skippable in (False, True) if clock.is_gpu]
+            for fused, skippable, new, captured in kinds:
                 if narrow and not new:
                     continue
                 step = {"step": "host, narrow" if narrow else "step", "fused": fused, "skippable": skippable,
-                        "gradients": "new" if new else "constant"}  # fmt: skip
-                run = partial(rank.measured, REPEATS[device.type], fused=fused, skippable=skippable, new=new)
-                rows.measure(run, **common, **step)
-                del run
+                        "gradients": "new" if new else "constant", "captured": captured}  # fmt: skip
+                kind = {"fused": fused, "skippable": skippable, "new": new, "captured": captured}
+                rows.measure(partial(rank.measured, REPEATS[device.type], **kind), **common, **step)
         del rank
         rows.measure(Rank(world, device).time_adamw, **common, step="AdamW of the rest")
