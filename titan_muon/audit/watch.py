@@ -232,7 +232,8 @@ class Audit:
         if self.report is not None:
             return
         for p, seen in self._seen.items():
-            if seen.optimizer and not (seen.groups or seen.undecided):
+            # A rank without a piece of a matrix has no backward pass of the matrix, either.
+            if seen.optimizer and (seen.passes or not self._rounds) and not (seen.groups or seen.undecided):
                 seen.undecided = "its optimizer made no step after a backward pass"
             self._weigh(p, seen)
         meeting = self.meeting = Meeting(self.limit)
