@@ -51,6 +51,7 @@ def test_right_trainers_have_no_finding_and_wrong_ones_their_code(
     kind = KINDS[number]
     for codes, text, _ in worlds[kind.ranks].run(audited, number, seed, str(tmp_path)):
         assert codes == ([kind.code] if kind.code else []), text
+        assert "made no step" not in text, text
 
 
 def test_every_code_has_a_wrong_trainer() -> None:
