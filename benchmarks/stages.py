@@ -29,7 +29,7 @@ from benchmarks.one_gpu.worlds import read
 from benchmarks.rehearsal.fake_gpu import fake_gpu
 from benchmarks.rehearsal.launches import Launches
 from titan_muon import Expert, Muon
-from titan_muon.engine.faults.skip import NormCheck
+from titan_muon.plugins.clip import NormCheck
 
 STAGES = ("advance", "gather", "orthogonalize", "send_back", "apply", "tell", "rest")
 ONE_GPU = {"one GPU, reference": "reference", "one GPU, auto": "auto"}

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import models  # noqa: F401 (registers the families)
-from titan_muon.engine.tensors.process_groups import forget_meshes
+from titan_muon.forecast.fake_world import forget_meshes
 from titan_muon.trainer.recipe import Recipe, load
 from titan_muon.trainer.recipe.degrees import has_torch_for
 

@@ -5,20 +5,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .assignment.groups import assign, parameter_groups
-    from .assignment.heads import head_splits
-    from .assignment.rules import Assignment
-    from .forecast.preview import Preview, preview
-    from .hybrid import Hybrid
-    from .muon import Muon
-    from .options import Expert, Rule, Split
-    from .owned import Owners, own
-    from .plugins.clip import clip_grad_norm_
-    from .plugins.forward_hooks import apply_in_forward
-    from .plugins.huggingface_attention import transformers_qk_clip
-    from .plugins.huggingface_trainer import trainer_optimizer
-    from .plugins.megatron_fsdp import follow_megatron_fsdp
-    from .plugins.migrate import as_torch, converted
+    from .assignment.fused import head_splits as head_splits
+    from .assignment.groups import assign as assign
+    from .assignment.groups import parameter_groups as parameter_groups
+    from .assignment.rules import Assignment as Assignment
+    from .forecast.preview import Preview as Preview
+    from .forecast.preview import preview as preview
+    from .hybrid import Hybrid as Hybrid
+    from .muon import Muon as Muon
+    from .options import Expert as Expert
+    from .options import Rule as Rule
+    from .options import Split as Split
+    from .owned import Owners as Owners
+    from .owned import own as own
+    from .plugins.clip import clip_grad_norm_ as clip_grad_norm_
+    from .plugins.forward_hooks import apply_in_forward as apply_in_forward
+    from .plugins.huggingface_attention import transformers_qk_clip as transformers_qk_clip
+    from .plugins.huggingface_trainer import trainer_optimizer as trainer_optimizer
+    from .plugins.megatron_fsdp import follow_megatron_fsdp as follow_megatron_fsdp
+    from .plugins.migrate import as_torch as as_torch
+    from .plugins.migrate import converted as converted
 
 __version__ = "0.2.0"
 
@@ -37,7 +43,7 @@ _MODULES: Mapping[str, str] = {
     "clip_grad_norm_": "plugins.clip",
     "converted": "plugins.migrate",
     "follow_megatron_fsdp": "plugins.megatron_fsdp",
-    "head_splits": "assignment.heads",
+    "head_splits": "assignment.fused",
     "own": "owned",
     "parameter_groups": "assignment.groups",
     "preview": "forecast.preview",
@@ -45,28 +51,7 @@ _MODULES: Mapping[str, str] = {
     "transformers_qk_clip": "plugins.huggingface_attention",
 }
 
-__all__ = [
-    "Assignment",
-    "Expert",
-    "Hybrid",
-    "Muon",
-    "Owners",
-    "Preview",
-    "Rule",
-    "Split",
-    "apply_in_forward",
-    "as_torch",
-    "assign",
-    "clip_grad_norm_",
-    "converted",
-    "follow_megatron_fsdp",
-    "head_splits",
-    "own",
-    "parameter_groups",
-    "preview",
-    "trainer_optimizer",
-    "transformers_qk_clip",
-]
+__all__ = [*_MODULES]
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from .engine.exchange.agreement import Agreement
-from .engine.faults.faults import ALLOWED, Fault, check_faults, warn_of_skipped
+from .engine.faults.faults import ALLOWED, REMEDIES, Fault, check_faults, warn_of_skipped
 from .engine.faults.report import FaultReport
 from .engine.faults.skip import SkipsSteps
 from .engine.state.saved import after_pre_hooks, checked_state
@@ -21,7 +21,7 @@ from .engine.step.foreach import batched_by_kind
 from .engine.tensors.dtensor import is_host, local, on_device, step_device
 from .engine.tensors.names import named_parameters, names_in
 from .engine.tensors.storage import placement_key
-from .options import SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
+from .options import NO_EXPERT, SLOWEST_IN_BFLOAT16, Expert, Offload, OnBadGradient, OptionError, StateDtype, check
 
 BATCH_BYTES = 2**26
 """Limit on the bytes of converted states."""
@@ -127,7 +127,7 @@ class GradientFaults:
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
         if frozen and parameter.requires_grad and self.reporter is not None:
             return Fault.THAWED
-        if parameter.grad is not None or frozen or self._adamw.skips_missing:
+        if parameter.grad is not None or frozen or self._adamw.expert.skips_missing:
             return Fault.NONE
         # Outside of the mesh, and where Megatron-FSDP keeps no rows.
         nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0
@@ -171,10 +171,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     state_dtype: StateDtype = "parameter"
     offloaded: Offload = "none"
-    allowed: tuple[Fault, ...] = ()
+    expert: Expert = NO_EXPERT
     _gradient_faults: GradientFaults | None = None
     _broken: Tensor | None = None
-    skips_step = skips_missing = False
 
     def __init__(
         self,
@@ -187,9 +186,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     ) -> None:
         self.state_dtype, self.offloaded = state_dtype, offload
         check(Expert, {"on_bad_gradient": on_bad_gradient})
-        expert = Expert(on_bad_gradient=on_bad_gradient)
-        self.allowed = ALLOWED[on_bad_gradient]
-        self.skips_step, self.skips_missing = expert.skips_step, expert.skips_missing
+        self.expert = Expert(on_bad_gradient=on_bad_gradient)
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
         self._gradient_faults = GradientFaults(self)
@@ -210,8 +207,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        options = ("state_dtype", "offloaded", "allowed", "skips_step", "skips_missing")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
+        options = {name: getattr(self, name) for name in ("state_dtype", "offloaded", "expert")}
+        return {**super().__getstate__(), **options}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -221,12 +218,12 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return loss
 
     def prepare_step(self) -> Tensor | None:
-        self.check_norm(skips=self.skips_step)
+        self.check_norm(skips=self.expert.skips_step)
         norm = None if self._next_norm is None else self._next_norm.broken
         broken = self.gradient_faults.check(norm, scaled=getattr(self, "found_inf", None) is not None)
         # Otherwise only this rank changes nothing, and the next step raises.
-        self._broken = None if self.skips_step else broken
-        return broken if self.skips_step else None
+        self._broken = None if self.expert.skips_step else broken
+        return broken if self.expert.skips_step else None
 
     def _step(self) -> None:
         device = next((step_device(p) for p in self.gradient_faults.params), torch.device("cpu"))
@@ -246,7 +243,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 self._update_on_device(group, parts, skipped)
         if self.offloaded == "parameters":
             # A forward reads the parameters without a word to the optimizer.
-            self._wait_for_copies()
+            self.synchronize()
 
     @property
     def gradient_faults(self) -> GradientFaults:
@@ -262,8 +259,8 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return [name for name, _ in named_parameters(self.param_groups)]
 
     def on_faults(self, faults: Sequence[Fault]) -> None:
-        check_faults(self.names(), faults, self.allowed)
-        if self.skips_step:
+        check_faults(self.names(), faults, ALLOWED[self.expert.on_bad_gradient])
+        if self.expert.skips_step:
             warn_of_skipped(self.names(), faults)
 
     def _update_on_device(
@@ -295,16 +292,12 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _elements(self, group: Mapping[str, Any]) -> Iterator[AdamElements]:
         for fqn, parameter in named_parameters([group]):
             if parameter.grad is not None:
-                state = self._state_of(parameter, group)
+                state: dict[str, Any] = self.state[parameter]
+                # Another library may keep tensors of its own here before the first step.
+                if AVERAGES[0] not in state:
+                    state.update(self._new_state(parameter, group))
                 average, square = (local(state[name]) for name in AVERAGES)
                 yield AdamElements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
-
-    def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        # Another library may keep tensors of its own here before the first step.
-        if AVERAGES[0] not in state:
-            state.update(self._new_state(parameter, group))
-        return state
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         # As in torch: the fused kernel needs the step count on the device.
@@ -403,15 +396,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:
-        if self.offloaded != "none":
-            self._wait_for_copies()
-
-    def _wait_for_copies(self) -> None:
         """Wait until states on the host have arrived."""
-        for device in {
-            step_device(parameter).type: step_device(parameter) for parameter in self.gradient_faults.params
-        }.values():
-            torch.get_device_module(device).synchronize()
+        if self.offloaded != "none":
+            for kind in dict.fromkeys(step_device(parameter).type for parameter in self.gradient_faults.params):
+                torch.get_device_module(kind).synchronize()
 
 
 def _cut(whole: AdamElements, moved: Sequence[str]) -> Iterator[AdamElements]:
@@ -435,6 +423,5 @@ def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
     grad = parameter.grad
     assert grad is not None, f"{fqn}: a part without a gradient"
     if placement_key(grad) != placement_key(parameter):
-        differ = "the gradient's mesh or placements differ from the parameter's; redistribute the gradient"
-        raise ValueError(f"{fqn}: {differ}")
+        raise ValueError(REMEDIES[Fault.GRADIENT_ELSEWHERE].format(names=fqn))
     return local(grad)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Never, Self
@@ -14,26 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .algorithms import algorithm_of, algorithms_in, check_group_algorithm, check_used, choice_of
-from .engine.engine import Engine, Selection, checked_plan, engine_of, report_of
-from .engine.exchange.agreement import Agreement
+from . import selection
+from .engine.engine import Engine, Selection, checked_plan, engine_of
+from .engine.exchange.agreement import Agreement, report_of
 from .engine.exchange.exchange import Collectives, Exchange
-from .engine.faults.equality import check_equal
-from .engine.faults.replicas import separate_layouts
+from .engine.faults.replicas import check_equal, separate_layouts
 from .engine.faults.report import Reported
 from .engine.faults.skip import SkipsSteps
 from .engine.layout.intervals import Geometries
 from .engine.layout.types import Layout, Plan
-from .engine.state.groups import (
-    check_groups,
-    check_lr,
-    check_params,
-    coefficient_rows,
-    doubts_of,
-    given_groups,
-    named_group,
-    splits_of,
-)
 from .engine.state.saved import after_pre_hooks, check_frozen, check_saved_groups, completed, copy_state, saved_states
 from .engine.state.states import (
     move_to_replacements,
@@ -46,11 +34,18 @@ from .engine.state.states import (
 )
 from .engine.step.gradients import StepGradients, check_first_gradients
 from .engine.tensors.dtensor import mesh_groups
+from .engine.tensors.names import named_parameters, warn
 from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
-from .engine.tensors.storage import STEP, TrainedParam, device_of, trained_params
-from .engine.tensors.warning import warn
+from .engine.tensors.storage import (
+    STEP,
+    TrainedParam,
+    check_groups,
+    check_lr,
+    coefficient_rows,
+    device_of,
+    trained_params,
+)
 from .options import HYPERPARAMETERS, NO_EXPERT, Expert, Machine, MuonOptions, Offload, Split, muon_options
-from .selection import select
 
 
 class Muon(SkipsSteps, Optimizer):
@@ -124,7 +119,7 @@ class Muon(SkipsSteps, Optimizer):
             ns_steps=ns_steps,
             ns_coefficients=coefficient_rows(ns_coefficients),
             adjust_lr_fn=adjust_lr_fn,
-            algorithm=choice_of(algorithm),
+            algorithm=selection.choice_of(algorithm),
             beta2=beta2,
             momentum_warmup_steps=momentum_warmup_steps,
             momentum_start=momentum_start,
@@ -132,14 +127,14 @@ class Muon(SkipsSteps, Optimizer):
             overlap=overlap,
             state=state,
             state_dtype=state_dtype,
-            split=splits_of(split),
+            split=selection.splits_of(split),
             offload=offload,
             machine=machine,
         )
-        self._algorithm, self._closed = algorithm_of(self._options), False
+        self._algorithm, self._closed = selection.algorithm_of(self._options), False
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
-        groups = given_groups(params, alone=len(ranks_of(process_group)) == 1)
+        groups = selection.given_groups(params, alone=len(ranks_of(process_group)) == 1)
         super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
     def build(self) -> Self:
@@ -355,9 +350,6 @@ class Muon(SkipsSteps, Optimizer):
             self._engine.synchronize()
             self._engine.rank.report.uncount_skipped()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.build()._agreed.set_timeout(timeout)
-
     def close(self) -> None:
         """Destroy Muon's process groups. Collective; no step can follow."""
         if self._engine is not None:
@@ -369,16 +361,16 @@ class Muon(SkipsSteps, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. A built optimizer plans again, on all ranks together. Raises ValueError like the constructor."""
         alone = len(ranks_of(self.process_group)) == 1
-        super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
+        super().add_param_group(selection.named_group(param_group, self.param_groups, alone=alone))
         try:
-            check_params(self.param_groups[-1], self._options.split)
-            check_group_algorithm(self._options, self.param_groups[-1])
+            selection.check_params(self.param_groups[-1], self._options.split)
+            selection.check_group_algorithm(self._options, self.param_groups[-1])
             if self._engine is not None:
                 self.rebuild()
         except Exception:
             self.param_groups.pop()
             raise
-        for doubt in doubts_of(self.param_groups[-1], self._options.split):
+        for doubt in selection.doubts_of(self.param_groups[-1], self._options.split):
             warn(doubt)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -390,7 +382,7 @@ class Muon(SkipsSteps, Optimizer):
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             state = {**state, "process_group": group_named(state.get("process_group"))}
-            self._algorithm = algorithm_of(state["_options"])
+            self._algorithm = selection.algorithm_of(state["_options"])
         super().__setstate__(state)
 
     def _build(self) -> None:
@@ -412,14 +404,16 @@ class Muon(SkipsSteps, Optimizer):
     def _planned(self, agreement: Agreement) -> Engine:
         agreed = agreement.raise_on_all_ranks
         agreed(
-            lambda: check_groups(self.param_groups, self._options.split, partial(check_group_algorithm, self._options))
+            lambda: check_groups(
+                self.param_groups, self._options.split, partial(selection.check_group_algorithm, self._options)
+            )
         )
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = agreed(self._trained_params)
         # Of all ranks, because a pipeline stage may lack the groups of an algorithm.
-        names = agreement.distinct(agreed(lambda: algorithms_in(self._options, self.param_groups)))
-        agreed(lambda: check_used(self._options, frozenset().union(*names)))
+        names = agreement.distinct(agreed(lambda: selection.algorithms_in(self._options, self.param_groups)))
+        agreed(lambda: selection.check_used(self._options, frozenset().union(*names)))
         separate = separate_layouts(params, agreement)
         selected, (plan, geometries) = agreed(lambda: self._selected_plan(params, separate, agreement.rank))
         self._options, self._algorithm = selected.options, selected.algorithm
@@ -441,10 +435,11 @@ class Muon(SkipsSteps, Optimizer):
         self, params: Sequence[TrainedParam], separate: Mapping[str, Layout], rank: int
     ) -> tuple[Selection, tuple[Plan, Geometries]]:
         groups, tensors = [trained.group for trained in params], [trained.param for trained in params]
-        selected = select(self._options, groups, tensors, device_of(params))
+        selected = selection.select(self._options, groups, tensors, device_of(params))
         return selected, checked_plan(params, selected, separate, rank)
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
+        selection.check_places(named_parameters(self.param_groups))
         of_muon = self.param_groups, self.state, self._agreed.rank, self._options
-        algorithm = algorithm_of(self._options, self.param_groups)
+        algorithm = selection.algorithm_of(self._options, self.param_groups)
         return tuple(trained_params(*of_muon, counts_steps=algorithm.counts_steps))

@@ -1,6 +1,6 @@
 """Every option of Muon: name, type, default, meaning and range.
 
-Imports only the standard library, because `plan/` and a recipe's `--help` work without PyTorch.
+Imports only the standard library, because `planner/` and a recipe's `--help` work without PyTorch.
 """
 
 from __future__ import annotations

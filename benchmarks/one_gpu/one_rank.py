@@ -30,13 +30,13 @@ from titan_muon import Expert, Muon
 from titan_muon.adamw import AdamW
 from titan_muon.engine.engine import plan_step
 from titan_muon.engine.exchange.exchange import Collectives
-from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.layout.types import Plan
-from titan_muon.engine.tensors.process_groups import forget_meshes
+from titan_muon.forecast.fake_world import forget_meshes
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.planner.machine import planning_machine
 from titan_muon.planner.summary import summarize
 from titan_muon.planner.timeline import timeline
+from titan_muon.plugins.clip import NormCheck
 from titan_muon.selection import select
 
 NOISE = 1e-3

@@ -32,8 +32,7 @@ from titan_muon.engine.layout.types import (
     StridedShard,
 )
 from titan_muon.engine.layout.work import Elements, Work, standard_elements, standard_flops
-from titan_muon.engine.planning import PlanRequest
-from titan_muon.engine.rule import plan_by_rule
+from titan_muon.engine.planning import PlanRequest, plan_by_rule
 from titan_muon.engine.tensors.matrices import stack_of
 from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.planner.machine import MachineRates

@@ -16,7 +16,6 @@ from torch.optim import lr_scheduler as torchs
 
 from titan_muon import Expert, Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
 from titan_muon.adamw import AdamW
-from titan_muon.engine.faults.faults import Fault
 from titan_muon.options import Split
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "expert": Expert(orthogonalize="reference")}
@@ -155,7 +154,7 @@ def test_a_resume_is_bitwise(load: Callable[..., None]) -> None:
 def test_a_copied_adamw_keeps_the_options(copied: Callable[[Any], Any]) -> None:
     options: dict[str, Any] = {"state_dtype": "bfloat16", "on_bad_gradient": "skip_step"}
     adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
-    assert (adamw.state_dtype, adamw.allowed) == ("bfloat16", (Fault.NOT_FINITE, Fault.NO_GRADIENT))
+    assert (adamw.state_dtype, adamw.expert.on_bad_gradient) == ("bfloat16", "skip_step")
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["on the host", "on the device"])

@@ -40,7 +40,7 @@ from titan_muon.engine.layout.types import Shard as Cut
 from titan_muon.engine.orthogonalize import Dispatch, coefficients
 from titan_muon.engine.step.muon import MuonAlgorithm, lr_factor
 from titan_muon.engine.tensors.matrices import check_splits, stack_of
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.kernels.measured import kernels_for
 from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.owned.param import place_on_owners
@@ -327,7 +327,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: muon(("w", weight(**META))), "w: on the meta device"),
     (lambda: muon({"params": [weight(), weight()], "param_names": ["w"]}),
      "...2 parameters and 1 names...ZeroRedundancy"),
-    (lambda: (param := weight()) is Muon([("a", param), ("b", param)]),
+    (lambda: (param := weight()) is muon(("a", param), ("b", param)),
      "b: is the same tensor as a; give every parameter"),
     (lambda: flattened(1), "layers.0.w: Muon takes matrices ...DeepSpeed ZeRO... fully_shard (FSDP2)"),
     (lambda: flattened(2), "...1 parameters and 2 names...DeepSpeed ZeRO... fully_shard (FSDP2)"),

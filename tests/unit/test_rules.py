@@ -13,10 +13,10 @@ from tests.reference_soap import ReferenceSoap
 from tests.shared import muon_keywords
 from tests.unit.test_refusals import Own, WithOptions
 from titan_muon import Expert, Muon, registry
-from titan_muon.algorithms import algorithm_of
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.algorithms.soap import Soap
 from titan_muon.engine.layout.work import Work
+from titan_muon.selection import algorithm_of
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
     "LambdaLR": (lambda muon: lr_scheduler.LambdaLR(muon, lambda step: (0.5, 1.0, 0.25, 0.0)[step]), 0.02),

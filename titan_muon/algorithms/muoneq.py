@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..engine.step.muon import MuonAlgorithm
-
-if TYPE_CHECKING:
-    from ..engine.step.views import Batch
+from ..engine.step.views import Batch
 
 NORM_EPS = 1e-8
 

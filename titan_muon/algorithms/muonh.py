@@ -9,18 +9,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import WEIGHT_NORM, Group, PlanContext
+from ..engine.step.foreach import UpdateCall
 from ..engine.step.muon import MuonAlgorithm
 from ..options import OptionError
-
-if TYPE_CHECKING:
-    from ..engine.step.foreach import UpdateCall
 
 
 class MuonH(MuonAlgorithm):

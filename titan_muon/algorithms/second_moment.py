@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import Group, Tensors
+from ..engine.step.foreach import MomentumCall
 from ..engine.step.muon import MuonAlgorithm
-
-if TYPE_CHECKING:
-    from ..engine.step.foreach import MomentumCall
 
 SECOND_MOMENT = "second_moment"
 

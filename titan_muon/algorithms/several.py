@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..engine.layout.work import Work
 from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import Algorithm, Group, PlanContext, Tensors
+from ..engine.step.foreach import MomentumCall, UpdateCall
 from ..engine.step.muon import MuonAlgorithm
+from ..engine.step.views import Batch
 from ..options import MuonOptions, OptionError
-
-if TYPE_CHECKING:
-    from ..engine.step.foreach import MomentumCall, UpdateCall
-    from ..engine.step.views import Batch
 
 
 class Several(MuonAlgorithm):
@@ -25,7 +22,7 @@ class Several(MuonAlgorithm):
 
     def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
         super().__init__(options)
-        self._all = algorithms
+        self.parts = algorithms
         self.temporary_bytes = max(a.temporary_bytes for a in algorithms)
         self.sums_norms, self.whole, self.counts_steps = (
             any(getattr(a, name) for a in algorithms) for name in ("sums_norms", "whole", "counts_steps")
@@ -40,16 +37,16 @@ class ByParameter(Several):
     """
 
     def for_parameter(self, number: int) -> Algorithm:
-        return self._all[number]
+        return self.parts[number]
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        self._all[call.parts[0].parameter].before_gather(call, momentum, grads)
+        self.parts[call.parts[0].parameter].before_gather(call, momentum, grads)
 
     def update(self, batch: Batch, norms: Tensor) -> None:
-        self._all[batch.parameters[0]].update(batch, norms)
+        self.parts[batch.parameters[0]].update(batch, norms)
 
     def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        self._all[call.parts[0].parameter].after_return(call, params)
+        self.parts[call.parts[0].parameter].after_return(call, params)
 
 
 REPLACED_STEPS: Mapping[str, str] = MappingProxyType(
@@ -73,7 +70,7 @@ class Composed(Several):
         self.gathering = self._only("before_gather", "decay")
         self._instead = self._only("orthogonalize")
         self.returning = self._only("after_return", "add", "factor", "rates")
-        self._rescaling = [a for a in self._all if type(a).rescale is not Algorithm.rescale]
+        self._rescaling = [a for a in self.parts if type(a).rescale is not Algorithm.rescale]
         names = [spec.name for spec in self.states(1, 1, transposed=False)]
         if len(set(names)) < len(names):
             problem = f"= {[*options.algorithms]}: two of these keep a state of the same name; take one of them"
@@ -82,38 +79,38 @@ class Composed(Several):
 
     def _only(self, *methods: str) -> Algorithm:
         """The algorithm with methods of its own instead of Muon's, or else the first one."""
-        own = [a for a in self._all if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
+        own = [a for a in self.parts if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
         if len(own) > 1:
             problem = (
                 f"= {[*self.options.algorithms]}: two of these change {REPLACED_STEPS[methods[0]]}; take one of them"
             )
             raise OptionError("algorithm", problem)
-        return own[0] if own else self._all[0]
+        return own[0] if own else self.parts[0]
 
     def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
-        return tuple(spec for a in self._all for spec in a.states(rows, cols, transposed=transposed))
+        return tuple(spec for a in self.parts for spec in a.states(rows, cols, transposed=transposed))
 
     def work(self, rows: int, cols: int, work: Work) -> Work:
-        for algorithm in self._all:
+        for algorithm in self.parts:
             work = algorithm.work(rows, cols, work)
         return work
 
     def kind(self, group: Group) -> Hashable:
-        return tuple(algorithm.kind(group) for algorithm in self._all)
+        return tuple(algorithm.kind(group) for algorithm in self.parts)
 
     def check_group(self, group: Group) -> None:
-        for algorithm in self._all:
+        for algorithm in self.parts:
             algorithm.check_group(group)
 
     def check(self, context: PlanContext) -> None:
-        for algorithm in self._all:
+        for algorithm in self.parts:
             algorithm.check(context)
 
     def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
         self.gathering.before_gather(call, momentum, grads)
 
     def update(self, batch: Batch, norms: Tensor) -> None:
-        for algorithm in self._all:
+        for algorithm in self.parts:
             norms = algorithm.prepare(batch, norms)
         self._instead.orthogonalize(batch, norms)
         for part in batch.parts:

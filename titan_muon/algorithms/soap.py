@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,13 +25,11 @@ from torch import Tensor
 from ..engine.layout.work import Work
 from ..engine.state.states import StateSpec
 from ..engine.step.algorithm import Group, PlanContext, Tensors
+from ..engine.step.foreach import MomentumCall, UpdateCall
 from ..engine.step.muon import MuonAlgorithm
+from ..engine.step.views import Batch
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-
-if TYPE_CHECKING:
-    from ..engine.step.foreach import MomentumCall, UpdateCall
-    from ..engine.step.views import Batch
 
 SIDES = "rows", "cols"
 FIRST_MOMENT, SOAP_SECOND_MOMENT, STEPS = "soap_first_moment", "soap_second_moment", "soap_steps"

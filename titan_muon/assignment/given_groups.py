@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import registry
-from ..engine.state.groups import coefficient_rows
-from ..engine.tensors.names import listed
-from ..engine.tensors.warning import warn
+from ..engine.tensors.names import listed, warn
+from ..engine.tensors.storage import coefficient_rows
 from ..options import EXPERT, HYPERPARAMETERS, MuonOptions, OptionError, check
 from .groups import ParamGroup, frozen_in, named_parameters_of
 from .optimizer_set import OptimizerSet, build_optimizer

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from .. import options, registry
 from ..adamw import AdamW
-from ..engine.tensors.names import canonical_fqn, listed
-from ..engine.tensors.warning import warn
+from ..engine.tensors.names import canonical_fqn, listed, warn
 from ..muon import Muon
 from ..options import OptionError, Rule
 from .roles import IsMuon, ParameterInfo, inspect_model

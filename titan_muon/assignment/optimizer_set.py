@@ -9,11 +9,18 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..adamw import AdamW
+from ..engine.exchange.agreement import Agreement
+from ..engine.faults.replicas import check_equal
+from ..engine.faults.skip import CheckedNorm, SkipsSteps, agreed_scaling
 from ..engine.tensors.matrices import check_splits, has_matrices, split_hint
+from ..muon import Muon
 from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Rule, Split
 from .groups import ParamGroup, assigned_model, frozen_in, groups_of_parameters, named_parameters_of
 from .roles import IsMuon, ParameterInfo, inspect_model
@@ -62,6 +69,101 @@ class PartStates(Mapping[Tensor, Any]):
             if parameter in part.state or any(parameter is p for group in part.param_groups for p in group["params"]):
                 return part.state
         raise KeyError(parameter)
+
+
+class ForwardsToParts:
+    """The methods of an optimizer made of `parts`.
+
+    A method with the name of a method of `Muon` does the same for the Muon among the parts, and `check_replicas` for
+    all optimizers.
+    """
+
+    parts: OptimizerSet
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def assignments(self) -> tuple[Assignment, ...]:
+        return self.parts.assignments
+
+    @property
+    def _muons(self) -> list[Muon]:
+        return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
+
+    def parameters(self, name: str) -> list[Tensor]:
+        optimizer = self.parts.optimizers.get(name)
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def learning_rates(self) -> dict[str, float]:
+        return {
+            group.tag: float(current["lr"])
+            for name, optimizer in self.parts.optimizers.items()
+            for group, current in zip(self.parts.groups[name], optimizer.param_groups, strict=True)
+        }
+
+    def finish_step(self) -> None:
+        for muon in self._muons:
+            muon.finish_step()
+
+    def check_last_step(self) -> None:
+        for muon in self._muons:
+            muon.check_last_step()
+
+    def skip_unless_finite(self, norm: CheckedNorm) -> None:
+        """Let the next step change nothing if the norm is not finite. The step after it then raises ValueError."""
+        for optimizer in self._skipping:
+            optimizer.skip_unless_finite(norm)
+
+    @property
+    def _skipping(self) -> list[SkipsSteps]:
+        return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, SkipsSteps)]
+
+    def _prepare_parts(self) -> None:
+        """Prepare a step of all parts, and give them one flag, so that all skip together."""
+        device = next((muon.engine.rank.device for muon in self._muons), torch.device("cpu"))
+        scaling = agreed_scaling(self, self._skipping, device)
+        for optimizer in self.parts.optimizers.values():
+            if isinstance(optimizer, SkipsSteps):
+                optimizer.give_scaling(scaling)
+            elif scaling is not None and scaling.skipped:
+                # Other optimizers cannot skip on the device, so the host waits.
+                optimizer.zero_grad()
+
+    def _share_report(self) -> None:
+        order = list(self.parts.optimizers.values())
+        # Rules may give all parameters to other optimizers.
+        optional = not any(a.by_default for a in self.parts.assignments)
+        for muon in self._muons[:1]:
+            others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
+            muon.report_for(others, optional=optional)
+            for adamw in others.values():
+                adamw.gradient_faults.report_with(muon, follows=order.index(adamw) > order.index(muon))
+
+    def free(self) -> None:
+        """After a step: free Muon's buffers and captured steps until the next, as before process groups end."""
+        for muon in self._muons:
+            muon.engine.free()
+
+    def check_replicas(self, own: Iterable[str] = ()) -> None:
+        for optimizer in self.parts.optimizers.values():
+            if isinstance(optimizer, Muon | AdamW):
+                optimizer.synchronize()
+        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.separate]
+        check_equal(self.parts.optimizers, Agreement(self.process_group), (*own, *separate))
+
+    def offload(self) -> None:
+        """Keep the states of all optimizers on the host from now on. Raises OptionError if any cannot."""
+        self._move("offload")
+
+    def reload(self) -> None:
+        """Keep the states of all optimizers on the device from now on. Raises OptionError if any cannot."""
+        self._move("reload")
+
+    def _move(self, method: str) -> None:
+        optimizers = self.parts.optimizers
+        if fixed := [name for name, optimizer in optimizers.items() if not hasattr(optimizer, method)]:
+            raise OptionError(f"{method}:", f"{', '.join(fixed)} cannot move its states")
+        for optimizer in optimizers.values():
+            getattr(optimizer, method)()
 
 
 def build_optimizers(

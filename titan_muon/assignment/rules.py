@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from ..engine.tensors.matrices import split_of
-from ..engine.tensors.names import LOOKED_UP
 from ..options import OptionError, Rule, Split
+from ..selection import LOOKED_UP
 from .roles import ParameterInfo, Role
 
 IS_MUON = "is_muon"

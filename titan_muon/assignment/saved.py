@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine.state.saved import ParamGroups, is_muons, renamed
-from ..engine.tensors.names import canonical_fqn, listed, named_parameters
-from ..engine.tensors.warning import warn
+from ..engine.tensors.names import canonical_fqn, listed, named_parameters, warn
 
 
 def regrouped(saved: ParamGroups, groups: ParamGroups) -> list[dict[str, Any]]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.layout.types import MatrixStack, Plan
-from ..engine.tensors.matrices import doubts_about, matrix_shapes, stack_of
+from ..engine.tensors.matrices import matrix_shapes, stack_of
 from ..engine.tensors.names import families, family, listed
 from ..options import Split
 from ..owned import is_owned
 from ..owned.param import holders
+from ..selection import doubts_about
 from .groups import ParamGroup
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
@@ -47,20 +48,6 @@ def parameter_table(
     splits: Sequence[Split] = (),
 ) -> str:
     """The table. Without `full`, equal parameters of all layers share a line. `splits`: of Muon without a plan."""
-    lines = [HEADER, *parameter_rows(assigned, parameters, plan, full=full, splits=splits)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def parameter_rows(
-    assigned: Sequence[Assignment],
-    parameters: Mapping[str, Tensor],
-    plan: Plan | None,
-    *,
-    full: bool,
-    splits: Sequence[Split] = (),
-) -> list[ParameterRow]:
-    """The lines of `parameter_table`."""
     blocks = {a.fqn: stack_of(a.fqn, a.shape, splits) for a in assigned if a.optimizer == "muon"}
     if plan is not None:
         blocks = {p.fqn: p.stack for p in plan.parameters}
@@ -69,7 +56,10 @@ def parameter_rows(
         name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
-    return [row._replace(name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
+    rows = (row._replace(name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items())
+    lines = [HEADER, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def decay_lines(*optimizers: Mapping[str, Iterable[ParamGroup]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -15,32 +15,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..options import HYPERPARAMETERS, SHARED, MuonOptions
-from .exchange.agreement import Agreement, PlanReport, digest_of
+from ..options import MuonOptions, OptionError
+from .exchange.agreement import Agreement
 from .exchange.exchange import Buffers, Collectives, Exchange, fragmentation, wire_dtypes
 from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of_skipped
 from .faults.report import FaultReport, Reported
 from .faults.skip import Scaling
-from .layout.intervals import Geometries, components
+from .layout.intervals import Geometries
 from .layout.types import Layout, Plan
 from .layout.work import ElementKind, Elements
 from .orthogonalize import Dispatch
 from .planning import Planner, PlanRequest
-from .program.program import collective_ranks, make_program, replicated_plain
-from .state.groups import iteration_changed, iteration_of
+from .program.program import make_program, replicated_plain
 from .state.states import MatrixStates, kept_by
 from .step.algorithm import Algorithm, PlanContext, work_of
-from .step.context import StepContext, methods_of
-from .step.feature import BuiltStep, FeaturesOf, check_parts, check_travels
+from .step.feature import BuiltStep, FeaturesOf
+from .step.foreach import StepContext, methods_of
 from .step.gradients import ITERATION_KEYS, SeenInputs, StepGradients, checked_inputs
 from .step.muon import highest_rate
-from .step.step import LateUpdates, trace_range
-from .tensors.dtensor import is_host, mesh_axes, on_device, storage_device
+from .step.step import LateUpdates, MuonStep, trace_range
+from .step.views import build_views
+from .tensors.dtensor import is_host, on_device, storage_device
 from .tensors.matrices import planned
-from .tensors.names import listed
+from .tensors.names import listed, warn
 from .tensors.process_groups import check_node
-from .tensors.storage import TrainedParam, check_devices, device_of, storage_fault, storage_of, with_momentum
-from .tensors.warning import warn
+from .tensors.storage import (
+    TrainedParam,
+    check_devices,
+    device_of,
+    iteration_changed,
+    iteration_of,
+    storage_fault,
+    storage_of,
+    with_momentum,
+)
 
 # --- from tensors to a plan ---
 
@@ -110,8 +118,8 @@ def plan_step(
     options, algorithm, dispatch = selected.options, selected.algorithm, selected.dispatch
     iterations = tuple(map(iteration_of, groups))
     parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
-    context = PlanContext(options, parameters, named, dispatch.device)
-    check_parts(context, algorithm, selected.features_of)
+    context = PlanContext(options, algorithm, parameters, named, dispatch.device)
+    check_parts(context, selected.features_of)
     wire_bytes = [algorithm.for_parameter(number).wire_bytes for number in range(len(named))]
     works = work_of(iterations, dispatch, algorithm)
     plan = selected.planner(PlanRequest(parameters, works, options, elements_of(named, selected), kept))
@@ -134,60 +142,29 @@ def elements_of(named: Sequence[tuple[str, Tensor]], selected: Selection) -> Ele
     return Elements(tuple(dict.fromkeys(kinds)), selected.dispatch.device, selected.algorithm.temporary_bytes)
 
 
-LOCAL_OPTIONS = (
-    *("orthogonalize", "ns_dtype", "ns_kernel", "release_grads", "keep_buffers"),
-    *("split", "buffer_gib", "machine", "offload"),
-)
-"""Options that may differ between ranks, for example `machine.file` between nodes."""
+def check_parts(context: PlanContext, features_of: FeaturesOf) -> None:
+    """Raise OptionError if options, features or an algorithm cannot train the parameters. Equal on all ranks."""
+    parts: dict[Algorithm, list[int]] = {}
+    for number in range(len(context.named)):
+        parts.setdefault(context.algorithm.for_parameter(number), []).append(number)
+    for part, numbers in parts.items():
+        own = context.part(part, numbers)
+        features = (feature.check for feature in features_of(own.options, part))
+        for check in (*features, part.check):
+            check(own)
 
 
-def report_of(
-    plan: Plan,
-    geometries: Geometries,
-    params: Sequence[TrainedParam],
-    options: MuonOptions,
-    groups: Sequence[Mapping[str, Any]],
-    others: Mapping[str, Reported],
-    all_ranks: tuple[int, ...],
-    *,
-    optional: bool = False,
-) -> PlanReport:
-    """The part of a plan to agree on before the first step. `all_ranks`: of the process group."""
-    parts = {
-        "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
-        # A learning rate in a tensor prints its device, which differs between ranks.
-        "hyperparameters": [
-            {key: v.item() if isinstance(v := group.get(key), Tensor) else v for key in (*HYPERPARAMETERS, "algorithm")}
-            for group in groups
-        ],
-        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
-        "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
-        "plan": plan.digest(),
-    }
-    travelling, replica_groups = collective_ranks(plan, geometries)
-    buckets = tuple(sorted({*travelling, *replica_groups}))
-    sharing = tuple(sorted(set(components(_sharing(plan, every=options.skips_missing)).values())))
-    # From layouts, because all ranks, also outside a mesh, must create equal groups.
-    existing = {all_ranks}
-    for trained, parameter in zip(params, plan.parameters, strict=True):
-        existing.update(mesh_axes(trained.param, parameter.layout))
-    return PlanReport(
-        ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
-        buckets=buckets,
-        groups=tuple(sorted({*buckets, *sharing} - existing)),
-        sharing=sharing,
-        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
-        optional=optional,
-    )
-
-
-def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
-    """Sets of ranks that decide together about missing gradients."""
-    yield from (bucket.group for bucket in plan.buckets)
-    # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
-    for index, ranks in enumerate(plan.local):
-        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
-            yield ranks
+def check_travels(context: PlanContext, plan: Plan) -> None:
+    """Raise OptionError for options of the exchange if owned parameters leave nothing to exchange."""
+    owned = context.owned()
+    for name in ("overlap", "exchange") if owned and not plan.buckets else ():
+        value, default = getattr(context.options, name), getattr(MuonOptions(), name)
+        if value != default:
+            raise OptionError(
+                name,
+                f"= {value!r} has no effect: the owner of an owned parameter stores the whole matrix "
+                f"({', '.join(owned[:5])}), and no other matrix travels; set {default!r}",
+            )
 
 
 # --- the steps of a plan ---
@@ -260,10 +237,22 @@ class Engine:
         self._make(rank, states, None)
 
     def _make(self, rank: StepContext, states: MatrixStates, before: BuiltStep | None) -> None:
+        if before is not None:
+            before.runner.release()
         self.rank, self._states = rank, states
         self._seen: SeenInputs | None = None
         features = self.features_of(rank.options, self._algorithm)
-        self._parts = parts = BuiltStep(rank, self._algorithm, states, self.overlap, features, before)
+        self._parts = parts = BuiltStep(rank, self._algorithm, states)
+        for feature in features:
+            feature.decorate(parts)
+        parts.views, parts.workspace, flags = build_views(rank, self._algorithm.whole, parts.states)
+        for feature in features:
+            feature.build(parts, before)
+        rank.report.watch(flags)
+        seams = parts.algorithm, parts.mask, self.overlap, parts.offload, parts.hooks, parts.passes
+        parts.step = MuonStep(rank.program, parts.views, rank.exchange, *seams)
+        runners = (feature.runner(parts) for feature in features)
+        parts.runner = next((runner for runner in runners if runner is not None), parts.step)
         self.step, self.workspace, self.offload = parts.step, parts.workspace, parts.offload
         self.orthogonalized = sum(len(batch.matrices) for views in self.step.views for _, batch, _ in views.batches)
 
@@ -435,8 +424,8 @@ class Engine:
     def check(self, options: MuonOptions) -> None:
         """Raise OptionError if the parts of this engine cannot take the options."""
         named = [(trained.fqn, trained.param) for trained in self.rank.params]
-        context = PlanContext(options, self.rank.plan.parameters, named, self.rank.device.type)
-        check_parts(context, self._algorithm, self.features_of)
+        parameters, device = self.rank.plan.parameters, self.rank.device.type
+        check_parts(PlanContext(options, self._algorithm, parameters, named, device), self.features_of)
 
     def rebuild(self, params: Sequence[TrainedParam], options: MuonOptions, states: MatrixStates | None = None) -> None:
         """The same plan and buffers for new storage, momentum, `offload` or states of matrices."""

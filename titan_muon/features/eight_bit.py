@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..engine.layout.types import Parameter
 from ..engine.step.algorithm import Algorithm, Decorated, PlanContext, Tensors
-from ..engine.step.context import StepContext
 from ..engine.step.feature import BuiltStep, Feature
-from ..engine.step.foreach import MomentumCall
+from ..engine.step.foreach import MomentumCall, StepContext
 from ..engine.step.rounding import hash_counts
 from ..engine.tensors.dtensor import copy_rows, from_local, local, storage_device
 from ..engine.tensors.storage import STEP

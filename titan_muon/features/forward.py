@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.step.context import StepContext
 from ..engine.step.feature import Feature
-from ..engine.step.foreach import without_parameters
+from ..engine.step.foreach import StepContext, without_parameters
 from ..engine.step.gradients import StepGradients
 from ..engine.step.step import MuonStep, SuspendedBucket
 from ..engine.step.views import BucketViews

@@ -20,15 +20,13 @@ from ..engine.faults.faults import norm_dtype
 from ..engine.layout.intervals import spans
 from ..engine.layout.types import Plan
 from ..engine.orthogonalize import NO_UPDATE
-from ..engine.step.context import StepContext
 from ..engine.step.feature import BuiltStep, Feature
-from ..engine.step.foreach import Rectangle, rectangle_of
+from ..engine.step.foreach import Rectangle, StepContext, rectangle_of
 from ..engine.step.gradients import StepGradients
 from ..engine.step.step import UpdateMask
 from ..engine.step.views import Batch, BucketViews
 from ..engine.tensors.dtensor import is_host, may_be_true
-from ..engine.tensors.names import listed
-from ..engine.tensors.warning import warn
+from ..engine.tensors.names import listed, warn
 
 ZERO, GRADIENT = 1, 2
 """Codes of a matrix. A matrix without a holder among the ranks has code 0."""
@@ -73,7 +71,6 @@ class GradientMask(UpdateMask):
     captured = False
 
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], idle: IdleSteps) -> None:
-        super().__init__(rank.report)
         self._rank, self.idle = rank, idle
         matrices = rank.plan.matrices
         self._parts, self._numbers = list[Rectangle](), list[int]()

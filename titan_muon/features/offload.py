@@ -24,9 +24,8 @@ from torch import Tensor
 from ..engine.exchange.exchange import StepMemory
 from ..engine.program.phases import Act
 from ..engine.step.algorithm import PlanContext
-from ..engine.step.context import StepContext
 from ..engine.step.feature import BuiltStep, Feature
-from ..engine.step.foreach import MomentumCall, Rectangle, UpdateCall, carved, slot_bytes
+from ..engine.step.foreach import MomentumCall, Rectangle, StepContext, UpdateCall, carved, slot_bytes
 from ..engine.step.gradients import StepGradients
 from ..engine.step.step import Fetch
 from ..engine.step.views import BucketViews

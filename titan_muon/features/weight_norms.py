@@ -17,9 +17,8 @@ from ..engine.exchange.exchange import wait_all
 from ..engine.faults.faults import Fault
 from ..engine.layout.intervals import Geometries, spans
 from ..engine.step.algorithm import WEIGHT_NORM, Algorithm, Decorated, PlanContext
-from ..engine.step.context import StepContext
 from ..engine.step.feature import BuiltStep, Feature
-from ..engine.step.foreach import rectangle_of
+from ..engine.step.foreach import StepContext, rectangle_of
 from ..engine.step.gradients import StepGradients
 from ..engine.step.views import Batch
 from ..options import OptionError

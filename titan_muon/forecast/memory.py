@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..adamw import AVERAGES, AdamW
-from ..algorithms import algorithm_of
 from ..assignment.optimizer_set import OptimizerSet
 from ..engine.layout.types import Plan
 from ..engine.state.states import state_bytes
@@ -27,6 +26,7 @@ from ..owned.param import held_elements
 from ..planner.owners import state_elements
 from ..planner.ownership import OwnedTotals
 from ..planner.summary import Summary
+from ..selection import algorithm_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..adamw import AdamW
-from ..algorithms import algorithms_in, check_used
 from ..assignment.optimizer_set import OptimizerSet
 from ..assignment.rules import Assignment
 from ..engine.engine import elements_of, plan_step
@@ -24,7 +23,7 @@ from ..planner.planner import passes_of
 from ..planner.summary import Summary, summarize
 from ..planner.timeline import Timeline, timeline
 from ..planner.walk import PlanCost
-from ..selection import select
+from ..selection import algorithms_in, check_used, select
 from .memory import Memory, mean_elements, memory_per_rank, muon_of, owner_loads
 
 ADAMW_BYTES = 28

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from ..assignment.groups import named_parameters_of
 from ..assignment.table import decay_lines, frozen_lines, parameter_table
-from ..engine.tensors.process_groups import fake_world, root_size
 from ..features.private import keeps_parameters_on_host
 from ..hybrid import Hybrid
 from ..options import Machine, OptionError, check
 from ..owned import is_owned
 from ..planner.machine import ERROR
+from .fake_world import fake_world, root_size
 from .lines import adamw_lines, memory_lines, optimizer_lines, step_lines
 from .memory import muon_of
 from .model import Estimate, PlannedModel, estimate_of, plan_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.orthogonalize import iteration_calls, products_for, start_norm
 from ..engine.program.phases import aligned
 from ..engine.step.algorithm import Algorithm, only_orthogonalizes
-from ..engine.step.context import StepContext
+from ..engine.step.foreach import StepContext
 from ..engine.step.views import Batch, pieces_of
 from .launch import TableLaunch
 from .tables import Row, Table, ViewPlace, view_place

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..algorithms import algorithm_of
 from ..engine.step.algorithm import Algorithm, PlanContext
-from ..engine.step.context import StepContext
 from ..engine.step.feature import BuiltStep, Feature
-from ..engine.step.foreach import MomentumCall, Rectangle, UpdateCall, group_numbers
+from ..engine.step.foreach import MomentumCall, Rectangle, StepContext, UpdateCall, group_numbers
 from ..engine.step.gradients import StepGradients
 from ..engine.step.muon import MuonAlgorithm
 from ..engine.step.rounding import seed_of, wrapped
@@ -252,7 +250,7 @@ class FusedFeature(Feature):
     def check(self, context: PlanContext) -> None:
         """Raise OptionError for other arithmetic, wider weights, and a device without Triton."""
         options, device = context.options, context.device
-        if problem := _unfit(options, [algorithm_of(options)], [tensor for _, tensor in context.named]):
+        if problem := _unfit(options, [context.algorithm], [tensor for _, tensor in context.named]):
             raise OptionError("fused", f"= True has no kernels: {problem}; set 'auto'")
         # A dry run may plan for GPUs that this machine lacks.
         if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from ..algorithms import algorithm_of
 from ..engine.step.algorithm import Algorithm, Group, PlanContext
 from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import group_numbers
 from ..engine.step.gradients import StepGradients
 from ..engine.step.step import MuonStep, Runner, trace_range
+from ..engine.tensors.names import warn
 from ..engine.tensors.process_groups import backends
-from ..engine.tensors.warning import warn
 from ..options import OptionError
 from .fused import Kernels, foreach_reason
 
@@ -151,14 +150,14 @@ class GraphFeature(Feature):
         if not captures(context.device):
             raise OptionError("cuda_graph", f"= True captures a step on a GPU, not on {context.device}; set False")
         if options.fused is not True:
-            reason = foreach_reason(options, algorithm_of(options), [tensor for _, tensor in context.named])
+            reason = foreach_reason(options, context.algorithm, [tensor for _, tensor in context.named])
             why = reason or "fused = False"
             problem = f"= True needs the kernels of fused, because operators get rates from the host ({why}); set False"
             raise OptionError("cuda_graph", problem)
-        for name in options.algorithms:
-            if undeclared(type(algorithm_of(replace(options, algorithm=name)))):
-                problem = f"= True does not know what algorithm = {name!r} reads in a step; define kind(), or set False"
-                raise OptionError("cuda_graph", problem)
+        if any(undeclared(type(part)) for part in context.algorithm.parts):
+            name = options.algorithm
+            problem = f"= True does not know what algorithm = {name!r} reads in a step; define kind(), or set False"
+            raise OptionError("cuda_graph", problem)
 
     def decorate(self, parts: BuiltStep) -> None:
         # Before others decorate it.

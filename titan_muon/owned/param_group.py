@@ -129,22 +129,18 @@ class OwnedParamGroup:
 
     def _resized_buffer(self) -> Tensor:
         if self._buffer is None:
-            self._buffer = self._new_buffer()
+            # On first use, because a model built on the meta device gets storage only after own().
+            for param in self.params:
+                if param.owned_param.is_meta:
+                    raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
+            dtype = self.params[0].owned_param.dtype if self._param_dtype is None else self._param_dtype
+            self._buffer = torch.empty(sum(self._runs[1]), dtype=dtype, device=self._comm.device)
             sizes = [param.unsharded_size for param in self.params]
             self._views = dict(zip(self.params, views(self._buffer, sizes), strict=True))
             for param, view in self._views.items():
                 param.init_unsharded_param(view)
         self._buffer.untyped_storage().resize_(self._buffer.nbytes)
         return self._buffer
-
-    def _new_buffer(self) -> Tensor:
-        # On first use, because a model built on the meta device gets storage only after own().
-        for param in self.params:
-            if param.owned_param.is_meta:
-                raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
-        own_dtype = self.params[0].owned_param.dtype
-        dtype = own_dtype if self._param_dtype is None else self._param_dtype
-        return torch.empty(sum(self._runs[1]), dtype=dtype, device=self._comm.device)
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.faults.faults import norm_dtype
-from ..engine.faults.skip import NormCheck, SkipsSteps
-from ..engine.tensors.dtensor import MARKS, on_device
+from ..engine.faults.skip import SkipsSteps
+from ..engine.tensors.dtensor import host_zeros, is_host, on_device
+from ..engine.tensors.names import listed
 from ..engine.tensors.process_groups import backends, ranks_of, without_groups
+from ..selection import MARKS
 
 EPS = 1e-6
 """Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
@@ -203,3 +206,48 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
         f"the gradient's placements {gradient.placements} differ from the parameter's {parameter.placements}"
     )
     return gradient.to_local()
+
+
+class NormCheck:
+    """The gradient norm of a step. `broken`, () bool on the device: whether the norm is not finite.
+
+    `norm`: (), equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient norms.
+    """
+
+    def __init__(
+        self,
+        norm: Tensor,
+        names: Sequence[str],
+        local_norms: Tensor,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = process_group
+        self.broken, self._names = norm.isfinite().logical_not(), names
+        self._local_norms: Tensor | None = local_norms
+        self._on_host = host_zeros(norm.detach())
+        self._on_host.copy_(norm.detach(), non_blocking=True)
+        module: Any = torch.get_device_module(norm.device)
+        self._copied = None if is_host(norm.device) else module.Event()
+        if self._copied is not None:
+            self._copied.record()
+
+    @property
+    def value(self) -> float:
+        """The norm. The host waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._on_host)
+
+    def causes(self) -> str | None:
+        """The parameters and ranks of a norm that is not finite, once; else None. Collective."""
+        local_norms, self._local_norms = self._local_norms, None
+        if local_norms is None or math.isfinite(self.value):
+            return None
+        broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
+        ranks = ranks_of(self._group)
+        everywhere: list[Sequence[str]] = [broken] * len(ranks)
+        if len(ranks) > 1:
+            dist.all_gather_object(everywhere, broken, group=self._group)
+        found = zip(ranks, everywhere, strict=True)
+        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in found if names)
+        return where or "large values"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..assignment.given_groups import hyperparameters_of
 from ..engine.orthogonalize.coefficients import coefficients
-from ..engine.state.groups import other_algorithm
 from ..engine.state.saved import is_muons, renamed
 from ..engine.tensors.storage import STEP
 from ..options import OptionError
@@ -99,3 +98,10 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         groups.append({**converted_group, "ns_coefficients": steps[0]})
     state = {key: {"momentum_buffer": value["momentum_buffer"]} for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
+
+
+def other_algorithm(group: Mapping[str, Any]) -> str | None:
+    """The key that marks a group of another algorithm than Muon: Keller Jordan's `use_muon`, or dion's `algorithm`."""
+    if not group.get("use_muon", True):
+        return "use_muon"
+    return "algorithm" if group.get("algorithm", "muon") != "muon" else None

@@ -20,7 +20,7 @@ from tests.shared import drawn, equal, local, message, muon_keywords
 from tests.unit.test_hybrid import Decoder
 from titan_muon import Hybrid, Muon
 from titan_muon.engine.faults import replicas
-from titan_muon.engine.faults.equality import tensors_of
+from titan_muon.engine.faults.replicas import tensors_of
 
 SHAPE = (16, 24)
 EVEN = {f"layers.{i}.weight": SHAPE for i in range(8)}

@@ -19,7 +19,7 @@ from tests.dist.harness import on_ranks, run_ranks
 from tests.dist.small_params import SECONDS, named, parameters
 from tests.shared import equal, local, message, muon_keywords
 from titan_muon import Hybrid, Muon, clip_grad_norm_
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 
 
 class Training:

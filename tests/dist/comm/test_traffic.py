@@ -29,7 +29,7 @@ from titan_muon.engine.faults.report import FaultReport
 from titan_muon.engine.layout.types import Plan
 from titan_muon.engine.program.program import BucketProgram, make_program
 from titan_muon.engine.step.views import Batch
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import Machine
 from titan_muon.planner.summary import summarize
 

@@ -18,7 +18,7 @@ from tests.dist.harness import on_all_ranks, on_ranks
 from tests.shared import equal
 from titan_muon import Muon, Owners, own
 from titan_muon.engine.layout.work import standard_flops
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.owned import full_state_dict, is_owned, load_full_state_dict
 
 LAYOUTS = {

@@ -21,7 +21,7 @@ from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import Setup, summed_plainly
 from tests.dist.harness import on_ranks, run_ranks
 from titan_muon import Expert, Muon, Owners, own
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import PlacementRule, Split
 from titan_muon.owned import gather
 from titan_muon.owned.param import held_elements, holders

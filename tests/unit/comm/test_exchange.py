@@ -20,7 +20,7 @@ from titan_muon.engine.faults.faults import Fault
 from titan_muon.engine.faults.report import FaultReport
 from titan_muon.engine.layout.types import Piece, Segment
 from titan_muon.engine.program.phases import Collective, gather_phase
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.plugins.clip import clip_grad_norm_
 
 __all__ = ["stream_order"]

@@ -19,7 +19,7 @@ from titan_muon import Hybrid, Muon, Owners, Rule, own, preview
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
 from titan_muon.engine.layout.types import Replicate, Shard
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.forecast.lines import plan_lines
 from titan_muon.forecast.memory import memory_per_rank
 from titan_muon.planner.summary import summarize

@@ -22,14 +22,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.dist.harness import run_ranks
 from tests.shared import equal, muon_keywords
 from titan_muon import Expert, Muon, Split, registry
-from titan_muon.algorithms import algorithm_of
 from titan_muon.engine.orthogonalize import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
 from titan_muon.kernels.launch import TableLaunch
 from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace, view_place
 from titan_muon.options import MuonOptions
-from titan_muon.selection import select
+from titan_muon.selection import algorithm_of, select
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1: make kernels")

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
 from tests.shared import message, muon_keywords
 from titan_muon import Expert, Hybrid, Muon, preview, registry
-from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.step.step import MuonStep
 from titan_muon.kernels import graph
 from titan_muon.kernels.fused import Kernels
 from titan_muon.kernels.launch import TableLaunch
 from titan_muon.options import HYPERPARAMETERS, SHARED, Machine, Split
+from titan_muon.plugins.clip import NormCheck
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SHAPES = {"a": (64, 64), "b": (64, 64), "tall": (128, 64), "wide": (32, 96), "odd": (33, 21)}

@@ -12,7 +12,7 @@ import pytest
 import titan_muon
 from tests.dist.harness import run_program
 from tests.unit.features.test_fused import needs_interpreter
-from titan_muon import features
+from titan_muon import selection
 
 PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
@@ -115,17 +115,17 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("entry", features.FEATURES, ids=lambda entry: entry.name)
-def test_a_package_without_a_feature_trains_with_torchs_bits(entry: features.Entry, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", selection.FEATURES, ids=lambda entry: entry.name)
+def test_a_package_without_a_feature_trains_with_torchs_bits(entry: selection.Entry, tmp_path: Path) -> None:
     """To delete a feature, delete its file and its line."""
     copied = tmp_path / "titan_muon"
     shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__", "trainer"))
-    listed = copied / "features/__init__.py"
+    listed = copied / "selection.py"
     text = listed.read_text()
     kept = [line for line in text.splitlines(keepends=True) if f'"{entry.file}"' not in line]
     assert len(kept) == text.count("\n") - 1
     listed.write_text("".join(kept))
-    module = importlib.util.resolve_name(entry.file, "titan_muon.features")
+    module = importlib.util.resolve_name(entry.file, "titan_muon")
     (tmp_path / module.replace(".", "/")).with_suffix(".py").unlink()
     code = TORCHS.format(folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

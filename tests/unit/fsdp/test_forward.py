@@ -20,9 +20,9 @@ from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon.engine.layout.types import Plan, Shard
 from titan_muon.engine.step.step import SuspendedBucket
 from titan_muon.engine.step.views import BucketViews
-from titan_muon.engine.tensors.process_groups import fake_world
 from titan_muon.features.forward import ForwardUpdates
 from titan_muon.features.private import GatheredGroup, own_groups, prefetched_groups
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import Overlap
 from titan_muon.planner.machine import machine_of
 from titan_muon.planner.timeline import timeline

@@ -24,7 +24,6 @@ import json, torch
 from benchmarks.accuracy import relative_error
 from titan_muon.engine.orthogonalize import coefficients, iterate
 from titan_muon.kernels.measured import product_of
-from titan_muon.options import OptionError
 from titan_muon.kernels.symmetric import Tile, symmetric_product
 
 TILES = {

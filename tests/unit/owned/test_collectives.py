@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import BLOCKS, Net, Setup, data_mesh, loss_of, make, matrices
 from titan_muon import Owners, own
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import holders, place_on_owners
 

@@ -14,7 +14,7 @@ from tests.dist.owned.test_owned_traffic import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.owned.test_collectives import owned_model
 from titan_muon import Owners, own
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.owned import private
 
 __all__ = ["stream_order"]

@@ -42,7 +42,8 @@ def text_of(seed: int) -> str:
 
     from tests.shared import muon_keywords
     from titan_muon import Muon
-    from titan_muon.engine.engine import checked_plan, report_of
+    from titan_muon.engine.engine import checked_plan
+    from titan_muon.engine.exchange.agreement import report_of
     from titan_muon.engine.tensors.storage import trained_params
     from titan_muon.selection import select
 
@@ -90,7 +91,7 @@ def main(number: int, plans: int) -> None:
         del kept[::2]
     import warnings
 
-    from titan_muon.engine.tensors.process_groups import fake_world
+    from titan_muon.forecast.fake_world import fake_world
 
     warnings.simplefilter("ignore")
     with fake_world(8):

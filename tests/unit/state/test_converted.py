@@ -14,7 +14,8 @@ from tests.shared import equal
 from tests.unit.step.test_first_use import SHAPES, parameters, set_gradients, train
 from titan_muon import Expert, Hybrid, Muon, as_torch, converted
 from titan_muon.adamw import AdamW
-from titan_muon.engine.tensors.process_groups import StateMesh, fake_world
+from titan_muon.engine.tensors.process_groups import StateMesh
+from titan_muon.forecast.fake_world import fake_world
 
 
 def torch_knows(adjust_lr_fn: Any) -> bool:

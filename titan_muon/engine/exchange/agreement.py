@@ -7,23 +7,26 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout.intervals import Ranks
+from ...options import HYPERPARAMETERS, SHARED, MuonOptions
+from ..layout.intervals import Geometries, Ranks, components
+from ..layout.types import Plan
+from ..program.program import collective_ranks
+from ..tensors.dtensor import mesh_axes
 from ..tensors.process_groups import (
     backends,
     default_store,
     fast_options,
     group_count,
     ranks_of,
-    set_timeout,
     timeout_of,
 )
+from ..tensors.storage import TrainedParam
 
 PATIENCE = 2.0
 """Seconds to wait for other ranks' places after a failed collective."""
@@ -50,6 +53,62 @@ class PlanReport:
     sharing: tuple[Ranks, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     optional: bool = False
+
+
+LOCAL_OPTIONS = (
+    *("orthogonalize", "ns_dtype", "ns_kernel", "release_grads", "keep_buffers"),
+    *("split", "buffer_gib", "machine", "offload"),
+)
+"""Options that may differ between ranks, for example `machine.file` between nodes."""
+
+
+def report_of(
+    plan: Plan,
+    geometries: Geometries,
+    params: Sequence[TrainedParam],
+    options: MuonOptions,
+    groups: Sequence[Mapping[str, Any]],
+    others: Mapping[str, Any],
+    all_ranks: tuple[int, ...],
+    *,
+    optional: bool = False,
+) -> PlanReport:
+    """The part of a plan to agree on before the first step. `all_ranks`: of the process group."""
+    parts = {
+        "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
+        # A learning rate in a tensor prints its device, which differs between ranks.
+        "hyperparameters": [
+            {key: v.item() if isinstance(v := group.get(key), Tensor) else v for key in (*HYPERPARAMETERS, "algorithm")}
+            for group in groups
+        ],
+        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in others.items()],
+        "plan": plan.digest(),
+    }
+    travelling, replica_groups = collective_ranks(plan, geometries)
+    buckets = tuple(sorted({*travelling, *replica_groups}))
+    sharing = tuple(sorted(set(components(_sharing(plan, every=options.skips_missing)).values())))
+    # From layouts, because all ranks, also outside a mesh, must create equal groups.
+    existing = {all_ranks}
+    for trained, parameter in zip(params, plan.parameters, strict=True):
+        existing.update(mesh_axes(trained.param, parameter.layout))
+    return PlanReport(
+        ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
+        buckets=buckets,
+        groups=tuple(sorted({*buckets, *sharing} - existing)),
+        sharing=sharing,
+        parts=tuple((name, digest_of(part).hex()[:16]) for name, part in parts.items()),
+        optional=optional,
+    )
+
+
+def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
+    """Sets of ranks that decide together about missing gradients."""
+    yield from (bucket.group for bucket in plan.buckets)
+    # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
+    for index, ranks in enumerate(plan.local):
+        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
+            yield ranks
 
 
 class Agreement:
@@ -215,10 +274,6 @@ class Agreement:
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
         return None if self.peers is None else start_max(tensor, self.peers)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        for group in self._new_groups:
-            set_timeout(timeout, group)
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""

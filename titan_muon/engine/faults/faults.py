@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..tensors.dtensor import local
-from ..tensors.names import listed
+from ..tensors.names import listed, warn
 from ..tensors.storage import TrainedParam, placement_key
-from ..tensors.warning import warn
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

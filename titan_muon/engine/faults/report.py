@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from ..exchange.agreement import Agreement
 from ..tensors.dtensor import host_zeros, is_host, on_device
+from ..tensors.names import names_in
 from ..tensors.storage import STEP
-from .equality import LocalValue, differences, group_label
 from .faults import Fault, norm_dtype
-from .replicas import hyperparameters
 
 NO_SIZE = -(2**30)
 """Size of a missing gradient."""
@@ -46,39 +45,13 @@ class Reported(Protocol):
 
 @dataclass(frozen=True)
 class Flags:
-    """Faults that a step finds by place, in one tensor for all buckets, so that the report takes a launch a step.
+    """Matrices that a step finds to be not finite, in one tensor for all buckets, so that a report takes two launches.
 
-    Attributes:
-        found: (count,) bool on the device, which the step writes.
-        parameters: (count,) int64, on the device.
-        codes: (count,) int32, the fault of each place, on the device.
+    `found`: (count,) bool, which the step writes. `parameters`: (count,) int64. Both are on the device.
     """
 
     found: Tensor
     parameters: Tensor
-    codes: Tensor
-
-
-class FlagList:
-    """Flags in the making, at most `count`."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._found = torch.zeros(count, dtype=torch.bool, device=device)
-        self._parameters, self._codes = list[int](), list[int]()
-
-    def taken(self, parameters: Sequence[int], fault: Fault) -> Tensor:
-        """(count,) bool for a fault of these parameters."""
-        start = len(self._parameters)
-        self._parameters += parameters
-        self._codes += [fault] * len(parameters)
-        return self._found[start : len(self._parameters)]
-
-    def flags(self) -> Flags:
-        """The flags that were taken."""
-        device, count = self._found.device, len(self._parameters)
-        parameters = torch.tensor(self._parameters, dtype=torch.int64, device="cpu")
-        codes = torch.tensor(self._codes, dtype=torch.int32, device="cpu")
-        return Flags(self._found[:count], on_device(parameters, device), on_device(codes, device))
 
 
 class FaultReport:
@@ -115,7 +88,7 @@ class FaultReport:
         self._codes = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
         self._faults, compared, self._flags = self._codes.split(self._parts)
         self._sizes = compared.view(2, -1)[:, : len(self._replicas)].fill_(NO_SIZE)
-        self._found = FlagList(0, device).flags()
+        self._found = Flags(*(torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.bool, torch.int64)))
         self._shared = torch.zeros_like(self._codes)
         self._shared_hashes = self._shared.split(self._parts)[1].view(2, -1)[:, len(self._replicas) :]
         self._sent_values: list[dict[str, str]] = []
@@ -149,7 +122,8 @@ class FaultReport:
     def _add_found(self) -> None:
         """Add the flags of the step to the faults by parameter, and clear them."""
         flags = self._found
-        self._faults.scatter_reduce_(0, flags.parameters, flags.codes * flags.found, "amax")
+        # NOT_FINITE is 1.
+        self._faults.scatter_reduce_(0, flags.parameters, flags.found.to(torch.int32), "amax")
         flags.found.zero_()
 
     def add(self, faults: Sequence[Fault], start: int = 0) -> None:
@@ -272,3 +246,52 @@ class FaultReport:
 
     def clear(self) -> None:
         self._on_host.zero_()
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, str]:
+    """Hyperparameters as text, without values on a device, because reading would wait."""
+    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    on_host = {key: v.item() if isinstance(v, Tensor) and is_host(v.device) else v for key, v in values.items()}
+    texts = {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
+    # The address of a framework's object in a group differs between ranks.
+    return {key: text for key, text in texts.items() if " at 0x" not in text}
+
+
+def group_label(name: str, group: Mapping[str, Any]) -> str:
+    """Text for errors."""
+    return f"{name}'s group of {names_in(group)[0]}" if group["params"] else f"{name}'s empty group"
+
+
+LISTED = 5
+"""Differences in an error text."""
+
+
+class LocalValue(NamedTuple):
+    """A value on this rank: text, or the bit sum of a tensor. `shard`: coordinates; only equal shards are compared."""
+
+    value: Hashable
+    shard: tuple[int, ...] = ()
+
+
+def differences(everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
+    """The values by rank and label that differ between ranks, as text; empty without a difference."""
+    labels = dict.fromkeys(label for held in everywhere.values() for label in held)
+    texts = [text for label in labels if (text := _difference(label, everywhere))]
+    more = f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else ""
+    return "; ".join(texts[:LISTED]) + more
+
+
+def _difference(label: str, everywhere: Mapping[int, Mapping[str, LocalValue]]) -> str:
+    by_shard: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
+    for rank, held in everywhere.items():
+        if label in held:
+            by_shard.setdefault(held[label].shard, {}).setdefault(held[label].value, []).append(rank)
+    texts = []
+    for ranks in by_shard.values():
+        if isinstance(next(iter(ranks)), str) and len(ranks) > 1:
+            return f"{label} is " + " and ".join(f"{value} on ranks {where}" for value, where in ranks.items())
+        # The majority is right most likely.
+        first, *others = sorted(ranks.values(), key=lambda where: (-len(where), where))
+        if others:
+            texts.append(f"ranks {sorted(chain(*others))} differ from ranks {first}")
+    return f"{label}: {', '.join(texts)}" if texts else ""

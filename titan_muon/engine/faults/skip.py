@@ -2,76 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..tensors.dtensor import host_zeros, is_host, may_be_true
-from ..tensors.names import listed, named_parameters
+from ..tensors.dtensor import may_be_true
+from ..tensors.names import named_parameters, warn
 from ..tensors.process_groups import ranks_of
-from ..tensors.warning import warn
 from .faults import NotFiniteError
 
 
-class HostCopy:
-    """A copy of a tensor to the host, which waits only when `value` is read."""
+class CheckedNorm(Protocol):
+    """The gradient norm of a step. `broken`: () bool on the device, whether the norm is not finite."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._on_host = host_zeros(tensor.detach())
-        self._on_host.copy_(tensor.detach(), non_blocking=True)
-        module: Any = torch.get_device_module(tensor.device)
-        self._copied = None if is_host(tensor.device) else module.Event()
-        if self._copied is not None:
-            self._copied.record()
-
-    @property
-    def value(self) -> Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._on_host
-
-
-class NormCheck:
-    """The gradient norm of a step. `broken`, () bool on the device: whether the norm is not finite.
-
-    `norm`: (), equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient norms.
-    """
-
-    def __init__(
-        self,
-        norm: Tensor,
-        names: Sequence[str],
-        local_norms: Tensor,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._group = process_group
-        self.broken, self._names = norm.isfinite().logical_not(), names
-        self._local_norms: Tensor | None = local_norms
-        self._on_host = HostCopy(norm)
-
-    @property
-    def value(self) -> float:
-        """The norm. The host waits for the device."""
-        return float(self._on_host.value)
+    broken: Tensor
 
     def causes(self) -> str | None:
         """The parameters and ranks of a norm that is not finite, once; else None. Collective."""
-        local_norms, self._local_norms = self._local_norms, None
-        if local_norms is None or math.isfinite(self.value):
-            return None
-        broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
-        ranks = ranks_of(self._group)
-        everywhere: list[Sequence[str]] = [broken] * len(ranks)
-        if len(ranks) > 1:
-            dist.all_gather_object(everywhere, broken, group=self._group)
-        found = zip(ranks, everywhere, strict=True)
-        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in found if names)
-        return where or "large values"
 
 
 @dataclass(frozen=True)
@@ -97,8 +48,8 @@ class SkipsSteps:
     """
 
     process_group: dist.ProcessGroup | None = None
-    _next_norm: NormCheck | None = None
-    _last_norm: NormCheck | None = None
+    _next_norm: CheckedNorm | None = None
+    _last_norm: CheckedNorm | None = None
     _given: tuple[Scaling | None] | None = None
 
     def prepare_step(self) -> Tensor | None:
@@ -113,7 +64,7 @@ class SkipsSteps:
         names = {p: name for name, p in named_parameters(group for group in groups if "param_names" in group)}
         return [names.get(parameter, "a parameter without a name") for parameter in parameters]
 
-    def skip_unless_finite(self, norm: NormCheck) -> None:
+    def skip_unless_finite(self, norm: CheckedNorm) -> None:
         """Let the next step change nothing if the norm is not finite. The host does not wait."""
         self._next_norm = norm
 

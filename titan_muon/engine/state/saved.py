@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from ...options import HYPERPARAMETERS
 from ..tensors.dtensor import held_indices, local
-from ..tensors.storage import STEP, placement_key
-from ..tensors.warning import warn
-from .groups import check_group, coefficient_rows
+from ..tensors.names import warn
+from ..tensors.storage import STEP, check_group, coefficient_rows, placement_key
 
 ParamGroups = Sequence[Mapping[str, Any]]
 

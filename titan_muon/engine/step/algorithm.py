@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -14,10 +14,8 @@ from ..layout.work import Work, WorkOf
 from ..orthogonalize import Dispatch, Iteration
 from ..state.states import StateSpec
 from ..tensors.process_groups import without_groups
-
-if TYPE_CHECKING:
-    from .foreach import MomentumCall, UpdateCall
-    from .views import Batch
+from .foreach import MomentumCall, UpdateCall
+from .views import Batch
 
 Group = Mapping[str, Any]
 Tensors = tuple[Tensor, ...] | list[Tensor]
@@ -36,6 +34,7 @@ class PlanContext:
     """
 
     options: MuonOptions
+    algorithm: Algorithm
     parameters: Sequence[Parameter]
     named: Sequence[tuple[str, Tensor]]
     device: str
@@ -44,11 +43,12 @@ class PlanContext:
         """The names of owned parameters."""
         return [fqn for fqn, tensor in self.named if without_groups(tensor)]
 
-    def part(self, algorithm: str | tuple[str, ...], numbers: Sequence[int]) -> PlanContext:
+    def part(self, algorithm: Algorithm, numbers: Sequence[int]) -> PlanContext:
         """The context of some parameters with one algorithm."""
         by_parameter = ("parameters", "named")
         chosen: Any = {name: [getattr(self, name)[number] for number in numbers] for name in by_parameter}
-        return replace(self, options=replace(self.options, algorithm=algorithm), **chosen)
+        options = replace(self.options, algorithm=algorithm.options.algorithm)
+        return replace(self, options=options, algorithm=algorithm, **chosen)
 
 
 class Algorithm:
@@ -67,6 +67,7 @@ class Algorithm:
         counts_steps: whether groups count their steps, under `STEP`.
         temporary_bytes: of `rescale`, for an element of a matrix.
         gathering, returning: the algorithms of `before_gather` and `after_return`; this one unless it is composed.
+        parts: the algorithms of a composition or of all parameters; else this one.
         gather_kernel: the kernel with the arithmetic of `before_gather` of this class: a momentum, signs of a blend, or
             a copy of the gradient. A subclass with a method of its own names its own, or has none.
         sums_norms: whether the engine keeps the Frobenius norm of each matrix's weights in the state `WEIGHT_NORM`, and
@@ -86,6 +87,7 @@ class Algorithm:
     def __init__(self, options: MuonOptions) -> None:
         self.options = options
         self.gathering = self.returning = self
+        self.parts: Sequence[Algorithm] = (self,)
 
     @property
     def wire_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The foreach calls of a step, with views that are made once."""
+"""What a rank has of a plan, and the foreach calls of its step, with views that are made once."""
 
 # [Note: neighbours]
 # - The host takes some microseconds for each tensor of a list, and thousands of experts are pieces of a few parameters.
@@ -17,12 +17,64 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..exchange.exchange import BufferPiece
+from ...options import MuonOptions
+from ..exchange.agreement import Agreement
+from ..exchange.exchange import BufferPiece, Buffers, Exchange
+from ..faults.report import FaultReport
 from ..layout.intervals import Span
+from ..layout.types import Plan
 from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
-from ..tensors.storage import Storage
-from .context import StepContext
+from ..orthogonalize import Dispatch, Iteration, Method
+from ..program.program import Program
+from ..tensors.dtensor import on_device
+from ..tensors.storage import Storage, TrainedParam
 from .rounding import RoundedTogether, chunk_of, draw_key, memory_bytes
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What this rank has of a plan: the parts that a step, its decorators and features are made from.
+
+    Attributes:
+        params, storage, iterations: by parameter of the plan.
+        methods: by work of the plan.
+    """
+
+    plan: Plan
+    program: Program
+    params: tuple[TrainedParam, ...]
+    storage: tuple[Storage, ...]
+    iterations: tuple[Iteration, ...]
+    methods: tuple[Method, ...]
+    buffers: Buffers
+    exchange: Exchange
+    report: FaultReport
+    agreement: Agreement
+    options: MuonOptions
+    device: torch.device
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        return on_device(tensor, self.device)
+
+    def rounds(self, parameter: int) -> bool:
+        """Whether updates round the parameter stochastically."""
+        return self.options.rounding == "stochastic" and self.storage[parameter].param.dtype == torch.bfloat16
+
+    def numbers(self, numbers: list[int]) -> Tensor:
+        """(count,) int64 on the device."""
+        return self.on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+
+    def parameters_of(self, bucket: int) -> frozenset[int]:
+        """The parameters with a piece on this rank in a bucket."""
+        return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
+
+
+def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
+    """The Newton-Schulz method of each work. `iterations`: by parameter."""
+    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
+    for matrix in (first[work] for work in range(len(plan.works))):
+        yield dispatch.choose(matrix.rows, matrix.cols, iterations[matrix.parameter].steps)
+
 
 SLOT_ALIGNMENT = 64
 """Bytes, for different dtypes and vectorized kernels."""

@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from ..faults.faults import Fault, fault_of, norm_dtype
 from ..faults.skip import Scaling
-from ..state.groups import iteration_changed
 from ..tensors.dtensor import local
 from ..tensors.names import names_in
-from ..tensors.storage import Storage, TrainedParam
+from ..tensors.storage import Storage, TrainedParam, iteration_changed
 from .algorithm import Group
-from .context import StepContext
+from .foreach import StepContext
 
 ITERATION_KEYS = ("ns_coefficients", "ns_steps", "eps", "algorithm")
 """The keys of a group that a plan fixes."""

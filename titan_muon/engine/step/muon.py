@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from ...options import OptionError
 from ..tensors.dtensor import is_host
 from ..tensors.storage import STEP
 from .algorithm import Algorithm, Group, Tensors
-
-if TYPE_CHECKING:
-    from .foreach import MomentumCall, UpdateCall
+from .foreach import MomentumCall, UpdateCall
 
 
 class MuonAlgorithm(Algorithm):

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..exchange.exchange import Exchange
-from ..faults.report import FaultReport
 from ..orthogonalize import NO_UPDATE, frobenius_norms, zero_nonfinite_
 from ..program.phases import Act
 from ..program.program import Program
 from .algorithm import Algorithm
-from .context import StepContext
-from .foreach import MomentumCall, without_parameters
+from .foreach import MomentumCall, StepContext, without_parameters
 from .gradients import StepGradients
 from .views import Batch, BucketViews
 
@@ -91,11 +89,8 @@ class LateUpdates(Protocol):
     def keeps(self, index: int, running: dict[int, SuspendedBucket]) -> bool: ...
 
 
-@dataclass(eq=False)
 class UpdateMask:
     """The matrices without an update in a step: those that are not finite. Features add others."""
-
-    report: FaultReport
 
     def agree(self) -> None:
         """Wait for what other ranks know of the matrices, at the latest in `zero_`."""
@@ -134,7 +129,6 @@ class MuonStep:
     program: Program
     views: tuple[BucketViews, ...]
     exchange: Exchange
-    report: FaultReport
     algorithm: Algorithm
     mask: UpdateMask
     overlap: LateUpdates | None = None

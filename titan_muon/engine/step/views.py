@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from ..exchange.exchange import BufferPiece, StepMemory
-from ..faults.faults import Fault
-from ..faults.report import FlagList, Flags
+from ..faults.report import Flags
 from ..layout.intervals import spans
 from ..orthogonalize import DTYPES, frobenius_norms, prepared
 from ..program.program import batches
 from ..state.states import MatrixStates
-from .context import StepContext
 from .foreach import (
     Copies,
     MomentumCall,
+    StepContext,
     UpdateCall,
     group_numbers,
     joined,
@@ -120,9 +119,7 @@ class BucketViews:
 
 
 def build_views(
-    rank: StepContext,
-    whole: bool,
-    states: MatrixStates,
+    rank: StepContext, whole: bool, states: MatrixStates
 ) -> tuple[tuple[BucketViews, ...], StepMemory, Flags]:
     """The views of a rank's buckets, the memory that assembled matrices share, and flags for `FaultReport.watch`.
 
@@ -133,18 +130,13 @@ def build_views(
         buckets = tuple(builder.bucket(index, run) for index, run in enumerate(builder.batches))
     builder.scratch.untyped_storage().resize_(0)
     memory = StepMemory((builder.workspace,), kept=rank.options.keep_buffers)
-    return buckets, memory, builder.flags.flags()
+    return buckets, memory, Flags(builder.found, rank.numbers(builder.parameters))
 
 
 class _Builder:
     """`batches`: the matrices of each batch, by bucket."""
 
-    def __init__(
-        self,
-        rank: StepContext,
-        whole: bool,
-        states: MatrixStates,
-    ) -> None:
+    def __init__(self, rank: StepContext, whole: bool, states: MatrixStates) -> None:
         self.rank, self.states, self.whole = rank, states, whole
         matrices, device = rank.plan.matrices, rank.device
         self.batches = [batches(run.matrices, matrices, rank.plan.works) for run in rank.program.buckets]
@@ -156,8 +148,9 @@ class _Builder:
         self.workspace = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self.scratch = torch.empty(scratch_bytes(rank), dtype=torch.uint8, device=device)
         self.numbers = group_numbers(rank)
-        self.place = 0
-        self.flags = FlagList(sum(len(batch) for run in self.batches for batch in run), device)
+        self.place, self.parameters = 0, list[int]()
+        count = sum(len(run.matrices) for run in rank.program.buckets)
+        self.found = torch.zeros(count, dtype=torch.bool, device=device)
         self.releases = _last_packed(rank) if rank.options.release_grads else [()] * len(rank.program.buckets)
 
     def bucket(self, index: int, run: Sequence[tuple[int, ...]]) -> BucketViews:
@@ -228,13 +221,14 @@ class _Builder:
             whole,
             whole.view(self.result_dtype(matrices[0], bucket)),
             tuple(parameters),
-            self.flags.taken(parameters, Fault.NOT_FINITE),
+            self.found[self.place : self.place + len(matrices)],
             self.place,
             DTYPES[method.dtype],
             prepared(iteration, method, len(matrices)),
             tuple(self.parts(matrices, whole)),
         )
         self.place += len(matrices)
+        self.parameters += parameters
         return batch
 
     def parts(self, matrices: tuple[int, ...], whole: Tensor) -> Iterator[BatchPart]:

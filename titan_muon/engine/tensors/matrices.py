@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from ...options import Split
 from ..layout.types import Interval, Layout, MatrixRows, MatrixStack, Parameter
 from .dtensor import layer_of, layout_of
-from .names import families
 
 Lengths = Mapping[str, int | Sequence[int]]
 """A list cuts an axis into parts of different matrices."""
@@ -61,29 +60,6 @@ def matrix_shapes(shape: Sequence[int], stack: MatrixStack) -> list[tuple[int, i
     """Rows and columns of each matrix of a parameter, as (outputs, inputs)."""
     shapes = [matrix.shape(prod(shape[stack.row_dims :])) for matrix in stack.matrices]
     return [(cols, rows) for rows, cols in shapes] if stack.transposed else shapes
-
-
-THINNEST = 16
-"""Side of a matrix below which Newton-Schulz changes little."""
-
-
-def doubts_about(
-    shapes: Mapping[str, Sequence[int]], splits: Sequence[Split], experts: Collection[str] = ()
-) -> Iterator[str]:
-    """Warnings about parameters of Muon by name: thin matrices, and stacks that may be convolutions.
-
-    `experts`: stacks of experts, whatever their names.
-    """
-    stacks = {fqn: stack_of(fqn, shape, splits) for fqn, shape in shapes.items()}
-    sizes = {fqn: f" ({'x'.join(map(str, shape))})" for fqn, shape in shapes.items()}
-    if thin := [f for f in shapes if min(map(min, matrix_shapes(shapes[f], stacks[f]))) < THINNEST]:
-        yield f"{families(thin, sizes)}: a side under {THINNEST}, so that Muon does little for it"
-    unnamed = [f for f in shapes if len(shapes[f]) == 3 and split_of(f, splits) is None and f not in experts]
-    if unnamed := [fqn for fqn in unnamed if "expert" not in fqn.lower()]:
-        yield (
-            f"{families(unnamed)}: taken as a stack of matrices, one for each index of dim 0; for one matrix, as of a "
-            "convolution, write muon.split with dims = 'f b1 d -> | f (b1 d)', and for a stack 'b1 f d -> b1 | f d'"
-        )
 
 
 def has_matrices(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> bool:

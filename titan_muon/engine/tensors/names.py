@@ -1,8 +1,10 @@
-"""Names of parameters without the segments of module wrappers."""
+"""Names of parameters without the segments of module wrappers, and warnings at the user's line."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +13,6 @@ from torch import Tensor
 
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Segments of torch.compile, activation checkpointing and FSDP, at any level of a name."""
-
-LOOKED_UP = ("*embed*", "*lm_head*", "output.weight")
-"""Embeddings and output heads. `output.weight` has no star, because hidden layers also have projections called
-output."""
 
 
 def unwrapped(name: str) -> str:
@@ -63,3 +61,17 @@ def family(fqn: str) -> str:
 def families(fqns: Iterable[str], note: Mapping[str, str] = MappingProxyType({})) -> str:
     """The first families of names, for a message. `note`: a text after a name."""
     return listed(list(dict.fromkeys(family(fqn) + note.get(fqn, "") for fqn in fqns)), 3)
+
+
+INTERNAL = frozenset(("titan_muon", "torch", "contextlib"))
+"""Packages between a warning and the code of the user."""
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line outside of this package and of torch."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in INTERNAL:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

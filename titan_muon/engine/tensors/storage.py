@@ -1,8 +1,8 @@
-"""Trained parameters and their local storage."""
+"""Parameter groups, trained parameters and their local storage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -11,14 +11,67 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from ...options import MuonOptions
+from ...options import HYPERPARAMETERS, MuonOptions, Split, check
 from ..layout.intervals import Geometry
 from ..layout.types import Parameter
-from .dtensor import held_indices, layout_of, local, own_rows, step_device, unsupported_reason
+from ..orthogonalize import Iteration, iteration
+from .dtensor import held_indices, layout_of, local, own_rows, step_device
+from .matrices import check_splits
 from .names import named_parameters
 
 STEP = "step"
 """Key of a group: the number of steps, for stochastic rounding and for the warm-up of the momentum."""
+
+
+def iteration_of(group: Mapping[str, Any]) -> Iteration:
+    """The iteration of a group. Raises ValueError for invalid coefficients."""
+    return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
+    """Whether a group's iteration differs from the planned iteration."""
+    try:
+        return iteration_of(group) != planned
+    except ValueError:
+        return True
+
+
+def check_groups(
+    groups: Sequence[Mapping[str, Any]], splits: Sequence[Split], check_by_rule: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Raise ValueError as `check_group`, `check_splits` and the rule."""
+    for group in groups:
+        check_group(group)
+        check_by_rule(group)
+    # A pipeline stage may have no matrices at all.
+    if names := [name for name, _ in named_parameters(groups)]:
+        check_splits(names, splits)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a group has no names, or a hyperparameter is out of range."""
+    if "param_names" not in group:
+        raise ValueError(
+            "Muon needs the names of its parameters: pass (name, parameter) pairs of matrices, pass "
+            "titan_muon.parameter_groups(model)['muon'], or give the model to titan_muon.Hybrid"
+        )
+    check_lr(group["lr"])
+    check(MuonOptions, {name: group[name] for name in HYPERPARAMETERS})
+    iteration_of(group)
+
+
+def check_lr(lr: object) -> None:
+    """Raise ValueError for a learning rate in a tensor of several elements."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr: Tensor lr must be 1-element, and this one has shape {tuple(lr.shape)}")
+
+
+def coefficient_rows(ns_coefficients: Any) -> Any:
+    """Coefficients with a single (a, b, c), as in torch.optim.Muon, as a row."""
+    flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
+    if flat and len(ns_coefficients) == 3 and all(isinstance(number, int | float) for number in ns_coefficients):
+        return [list(ns_coefficients)]
+    return ns_coefficients
 
 
 @dataclass(frozen=True)
@@ -65,7 +118,7 @@ def trained_params(
     """The trained parameters of an optimizer's groups, with the momentum from `state`, if any.
 
     Adds STEP to groups if the options or the algorithm (`counts_steps`) count steps. Raises ValueError for a parameter
-    repeated or without storage, and with the text of `unsupported_reason` if this is not empty.
+    repeated or without storage.
     """
     seen: set[str] = set()
     names: dict[Tensor, str] = {}
@@ -85,8 +138,6 @@ def trained_params(
             if rounds or counts_steps or options.counts_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
-            if problem := unsupported_reason(parameter):
-                raise ValueError(f"{fqn}: {problem}")
             on_mesh, shard = rank in layout_of(fqn, parameter).mesh.ranks, local(parameter)
             # Megatron-FSDP gives an empty range of rows no gradient.
             on_mesh = on_mesh and (shard.numel() > 0 or own_rows(parameter) is None)

@@ -13,21 +13,20 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options
-from titan_muon.algorithms import algorithm_of
-from titan_muon.assignment.optimizer_set import OptimizerSet, build_optimizers
+from titan_muon.assignment.optimizer_set import ForwardsToParts, OptimizerSet, build_optimizers
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import parameter_table
 from titan_muon.engine.exchange.agreement import Agreement
-from titan_muon.engine.faults.equality import check_equal
+from titan_muon.engine.faults.replicas import check_equal
 from titan_muon.engine.layout.types import Plan
 from titan_muon.engine.orthogonalize import Dispatch, iteration
 from titan_muon.engine.tensors.names import canonical_fqn
 from titan_muon.engine.tensors.storage import STEP
 from titan_muon.forecast.lines import plan_lines
-from titan_muon.hybrid import ForwardsToParts
 from titan_muon.options import Rule
 from titan_muon.planner.summary import summarize
 from titan_muon.plugins.forward_hooks import apply_in_forward, forward_updates
+from titan_muon.selection import algorithm_of
 from titan_muon.trainer.device import adamw_implementation
 from titan_muon.trainer.recipe import Recipe, RecipeError, as_recipe_errors
 

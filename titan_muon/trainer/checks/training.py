@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.tensors.dtensor import is_host, local
 from titan_muon.engine.tensors.names import canonical_fqn, listed
+from titan_muon.plugins.clip import NormCheck
 from titan_muon.trainer.fault import RunFault
 
 UNKNOWN = -1

@@ -13,7 +13,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import named_parameters_of
-from titan_muon.engine.tensors.process_groups import fake_world
+from titan_muon.forecast.fake_world import fake_world
 from titan_muon.forecast.memory import muon_of
 from titan_muon.forecast.model import PlannedModel, plan_of
 from titan_muon.trainer.assign.container import HybridOptimizers, parts_of_config

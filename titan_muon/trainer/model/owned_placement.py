@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
-from titan_muon.algorithms import algorithm_of
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.engine.orthogonalize import Dispatch, iteration
@@ -26,6 +25,7 @@ from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flat_mesh
 from titan_muon.planner.machine import planning_machine
 from titan_muon.registry import Parallelize
+from titan_muon.selection import algorithm_of
 from titan_muon.trainer.assign.container import optimizer_config, router_of
 from titan_muon.trainer.device import planned_device
 from titan_muon.trainer.recipe import Recipe, RecipeError, as_recipe_errors

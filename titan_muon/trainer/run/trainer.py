@@ -13,9 +13,8 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
-from titan_muon.engine.faults.skip import NormCheck
 from titan_muon.engine.tensors.dtensor import local
-from titan_muon.plugins.clip import GradientClip
+from titan_muon.plugins.clip import GradientClip, NormCheck
 from titan_muon.trainer.assign.container import HybridOptimizers
 from titan_muon.trainer.checks.training import ADVICE, UNKNOWN, TrainingChecks
 from titan_muon.trainer.data.loader import PackedDataLoader, bytes_per_token

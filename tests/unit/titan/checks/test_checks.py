@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_muon.engine.faults.skip import NormCheck
+from titan_muon.plugins.clip import NormCheck
 from titan_muon.trainer.checks.start import check_start, differences, source_files, start_facts
 from titan_muon.trainer.checks.training import ExpertLoads, TrainingChecks, check_places
 from titan_muon.trainer.fault import RunFault
