@@ -1,36 +1,20 @@
 """Newton-Schulz orthogonalization: tensors in, tensors out."""
 
-from .coefficients import COEFFICIENTS, Iteration, coefficients, iteration, largest_value
-from .dispatch import DTYPES, Dispatch, Kernel, Method
-from .newton_schulz import (
-    NO_UPDATE,
-    frobenius_norms,
-    iterate,
-    iteration_calls,
-    orthogonalize,
-    prepared,
-    products_for,
-    start_norm,
-    zero_nonfinite_,
-)
-
-__all__ = [
-    "COEFFICIENTS",
-    "DTYPES",
-    "NO_UPDATE",
-    "Dispatch",
-    "Iteration",
-    "Kernel",
-    "Method",
-    "coefficients",
-    "frobenius_norms",
-    "iterate",
-    "iteration",
-    "iteration_calls",
-    "largest_value",
-    "orthogonalize",
-    "prepared",
-    "products_for",
-    "start_norm",
-    "zero_nonfinite_",
-]
+from .coefficients import COEFFICIENTS as COEFFICIENTS
+from .coefficients import Iteration as Iteration
+from .coefficients import coefficients as coefficients
+from .coefficients import iteration as iteration
+from .coefficients import largest_value as largest_value
+from .dispatch import DTYPES as DTYPES
+from .dispatch import Dispatch as Dispatch
+from .dispatch import Kernel as Kernel
+from .dispatch import Method as Method
+from .newton_schulz import NO_UPDATE as NO_UPDATE
+from .newton_schulz import frobenius_norms as frobenius_norms
+from .newton_schulz import iterate as iterate
+from .newton_schulz import iteration_calls as iteration_calls
+from .newton_schulz import orthogonalize as orthogonalize
+from .newton_schulz import prepared as prepared
+from .newton_schulz import products_for as products_for
+from .newton_schulz import start_norm as start_norm
+from .newton_schulz import zero_nonfinite_ as zero_nonfinite_
