@@ -27,7 +27,8 @@ from tests.unit.step.test_update import Operators
 from titan_muon import Muon
 from titan_muon.engine.faults.report import FaultReport
 from titan_muon.engine.layout.types import Plan
-from titan_muon.engine.program.program import BucketProgram, make_program
+from titan_muon.engine.program.phases import BucketProgram
+from titan_muon.engine.program.program import make_program
 from titan_muon.engine.step.views import Batch
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import Machine

@@ -28,8 +28,8 @@ from tests.unit.plans import (
 from titan_muon.engine.exchange.exchange import bucket_buffers
 from titan_muon.engine.layout.intervals import Geometries, Span, spans
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
-from titan_muon.engine.program.phases import Act
-from titan_muon.engine.program.program import BucketProgram, Collective, make_program
+from titan_muon.engine.program.phases import Act, BucketProgram, Collective
+from titan_muon.engine.program.program import make_program
 
 GATHER, RETURN, SPREAD = "gather", "return", "spread"
 HOPS = {GATHER: (("home", "arriving"), ("departing", "owned")), RETURN: (("owned", "departing"), ("arriving", "home"))}

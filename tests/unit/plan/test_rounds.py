@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from titan_muon.engine.rule import MOST_ROUNDS
 
 from tests.shared import muon_keywords
 from tests.unit.plan.test_timeline import parameters
@@ -18,7 +17,7 @@ from titan_muon.engine.engine import plan_step
 from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Mesh, Parameter, Placement, Plan, Replicate, Shard
 from titan_muon.engine.layout.work import Elements
-from titan_muon.engine.planning import ROUND_BYTES, PlanRequest, Task, plan_by_rule
+from titan_muon.engine.planning import MOST_ROUNDS, ROUND_BYTES, PlanRequest, Task, plan_by_rule
 from titan_muon.options import Machine, MuonOptions
 from titan_muon.planner.search import in_model_order, rounds
 from titan_muon.selection import select

@@ -39,7 +39,8 @@ from titan_muon.engine.layout.types import (
     StridedShard,
 )
 from titan_muon.engine.program import all_to_all
-from titan_muon.engine.program.program import BucketProgram, Program, batches, make_program
+from titan_muon.engine.program.phases import BucketProgram
+from titan_muon.engine.program.program import Program, batches, make_program
 from titan_muon.options import MuonOptions, OptionError
 from titan_muon.planner.planner import make_plan
 from titan_muon.planner.summary import RankCost, summarize

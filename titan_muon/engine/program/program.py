@@ -10,9 +10,7 @@ from ..layout.intervals import Geometries, Pieces, Ranks
 from ..layout.types import Bucket, Matrix, Plan
 from ..layout.work import Work
 from .patterns import PATTERNS
-from .phases import Act, BucketProgram, Collective, Parcel, Phase, late_rounds, parcels, schedule
-
-__all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "batches", "make_program"]
+from .phases import Act, BucketProgram, Collective, Phase, late_rounds, parcels, schedule
 
 
 @dataclass(frozen=True)
