@@ -162,7 +162,7 @@ def test_states_move_between_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_readers_of_host_states_get_current_values(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[object] = []
     monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
-    monkeypatch.setattr(batched.AdamW, "_wait_for_copies", lambda adamw: waits.append(adamw))
+    monkeypatch.setattr(batched.AdamW, "synchronize", lambda adamw: waits.append(adamw))
     for offload, of_a_step in (("state", 0), ("parameters", 1)):
         params = named()
         optimizer = kind(params.items(), offload=offload)
