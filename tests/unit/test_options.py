@@ -91,7 +91,8 @@ ARGUMENTS = SimpleNamespace(learning_rate=3e-3, weight_decay=0.2, adam_beta1=0.8
 
 def groups(**options: Any) -> dict[str, dict[str, Any]]:
     """A group of each optimizer that decays, as the Trainer makes the optimizer."""
-    kind, keywords = trainer_optimizer(nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32)), ARGUMENTS, **options)
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    kind, keywords = trainer_optimizer(model, ARGUMENTS, **options)
     made = kind(keywords.pop("model"), **keywords)
     return {group["optimizer"]: group for group in made.param_groups if group["weight_decay"] != 0}
 
