@@ -155,8 +155,8 @@ class GraphFeature(Feature):
             problem = f"= True needs the kernels of fused, because operators get rates from the host ({why}); set False"
             raise OptionError("cuda_graph", problem)
         if any(undeclared(type(part)) for part in context.algorithm.parts):
-            name = options.algorithm
-            problem = f"= True does not know what algorithm = {name!r} reads in a step; define kind(), or set False"
+            unknown = f"what algorithm = {options.algorithm!r} reads in a step"
+            problem = f"= True does not know {unknown}; define kind(), or set False"
             raise OptionError("cuda_graph", problem)
 
     def decorate(self, parts: BuiltStep) -> None:
