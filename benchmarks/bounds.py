@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from titan_muon.engine.layout.intervals import Key, Pieces
+from titan_muon.engine.layout.intervals import Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
 from titan_muon.engine.program.all_to_all import LinkTraffic
 from titan_muon.engine.program.patterns import PATTERNS
@@ -57,6 +57,12 @@ def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
     return max(least_whole(chain_counts, beside, played.last.seconds), played.least, played.link)
 
 
+def peers_and_messages(cost: PlanCost) -> tuple[int, int]:
+    """Most peers of a rank in a collective, and most messages of a rank in a step."""
+    peers = [[part.near_peers + part.far_peers for s in shares for part in s.totals.phases] for shares in cost.by_class]
+    return max(max(of_rank, default=0) for of_rank in peers), max(map(sum, peers))
+
+
 class Chain(NamedTuple):
     """Seconds of a matrix's owner: orthogonalization with copies, gather, and return."""
 
@@ -86,24 +92,19 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, exchange: str) -> Ch
     pieces, machine, example = costs.pieces, costs.machine, costs.pieces.examples[kind]
     matrix, wire, holders = pieces.matrices[example], costs.wire_bytes(example), pieces.holders(kind, group)
     gather, scatter = [], []
-    replica = pieces.geometry(example).replica.__getitem__
-    keys: tuple[Key, Key] = (replica, lambda rank: 0)
-    keyed = [pieces.by_key(kind, group, name, key) for name, key in zip(("replica", "all"), keys, strict=True)]
+    replica, everywhere = (pieces.elements(kind, group, by_replica=by_replica) for by_replica in (True, False))
     for rank, mine in holders.items():
-        (part, part_near), (total, total_near) = (
-            [found.elements[place] for place in pieces.places(rank, key)]
-            for found, key in zip(keyed, keys, strict=True)
-        )
+        ((part, _), (part_near, _)), ((total, _), (total_near, _)) = replica.around(rank), everywhere.around(rank)
         # In two hops all links of the owner's node receive a part.
         links = pieces.ranks_per_node if exchange == "two_hops" else 1
-        way = link_seconds(LinkTraffic(0, 0, part_near - mine, (part - part_near) // links), wire, machine)
+        way = link_seconds([(LinkTraffic(0, 0, part_near - mine, (part - part_near) // links), wire)], machine)
         gather.append(way)
         # Replicas share results, so the owner sends only what it received. The replicas' own traffic depends on other
         # decisions and is left out.
         scatter.append(
             way
             if exchange in ("hierarchical", "two_hops")
-            else link_seconds(LinkTraffic(total_near - mine, total - total_near, 0, 0), wire, machine)
+            else link_seconds([(LinkTraffic(total_near - mine, total - total_near, 0, 0), wire)], machine)
         )
     work = costs.alone(matrix) + matrix.numel * copied_bytes(wire) / machine.memory
     return Chain(work, min(gather), min(scatter))

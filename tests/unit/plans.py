@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.machines import rates
+from titan_muon.engine.layout.intervals import Pieces
 from titan_muon.engine.layout.types import (
     Bucket,
     Cut,
@@ -33,6 +34,8 @@ from titan_muon.engine.layout.types import (
 )
 from titan_muon.engine.layout.work import Elements, Work, standard_elements, standard_flops
 from titan_muon.engine.planning import PlanRequest, plan_by_rule
+from titan_muon.engine.program.patterns import PATTERNS
+from titan_muon.engine.program.two_hops import owning_ranks
 from titan_muon.engine.tensors.matrices import stack_of
 from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.planner.machine import MachineRates
@@ -249,10 +252,8 @@ def plans(
         planner=draw(st.sampled_from(["search", "search", "rule"])),
     )
     plan = first_plan(parameters, machine, options, replace(options, buffer_gib="auto"))
-    plan = draw(st.sampled_from([lambda same: same, hierarchical, hopping(2), hopping(3), hopping(4)]))(plan)
-    if cut and draw(st.booleans()):
-        return recut(plan, Random(draw(st.integers(0, 10**6))))
-    return plan
+    way = draw(st.sampled_from([lambda same: same, hierarchical, hopping(2), hopping(3), hopping(4)]))
+    return way(recut(plan, Random(draw(st.integers(0, 10**6)))) if cut and draw(st.booleans()) else plan)
 
 
 def first_plan(parameters: Sequence[Parameter], machine: MachineRates, *options: MuonOptions) -> Plan:
@@ -282,8 +283,14 @@ def hopping(ranks_per_node: int) -> Callable[[Plan], Plan]:
     """The plan in two hops through nodes, wherever the planner may choose so."""
 
     def hops(plan: Plan) -> Plan:
-        chosen = (replace(b, exchange="two_hops") if b.exchange == "all_to_all" else b for b in plan.buckets)
-        return replace(plan, buckets=tuple(chosen), ranks_per_node=ranks_per_node)
+        pieces, two_hops = Pieces.from_plan(plan, ranks_per_node), PATTERNS["two_hops"]
+        buckets = []
+        for bucket in plan.buckets:
+            may_own = {*bucket.owners} <= {*owning_ranks(bucket.group, ranks_per_node)}
+            falls_back = any(two_hops.fallback(pieces.kinds[m], bucket.group, pieces) for m in bucket.matrices)
+            takes = bucket.exchange == "all_to_all" and may_own and not falls_back
+            buckets.append(replace(bucket, exchange="two_hops") if takes else bucket)
+        return replace(plan, buckets=tuple(buckets), ranks_per_node=ranks_per_node)
 
     return hops
 

@@ -299,6 +299,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: muon(state="owner", replicas="redundant"), "state = 'owner': replicas = ... or state = 'replicated'"),
     (owner_of_owned, 'state = "owner": weight is owned, and its momentum is on its owner alone already'),
     (lambda: muon(state="owner", planner="rule"), "state = 'owner' needs planner = 'search'"),
+    (lambda: muon(exchange="two_hops", planner="rule"), "exchange = 'two_hops' needs...set planner = 'search'"),
     (lambda: muon(fused=True), "fused = True needs Triton, which does not run on cpu; install"),
     (lambda: muon(fused=True, state_dtype="int8"),
      "fused = True has no kernels: state_dtype = 'int8' has a momentum of its own; set 'auto'"),

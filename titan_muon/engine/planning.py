@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
+from math import prod
 from typing import NamedTuple
 
 from ..options import MuonOptions, OptionError
@@ -105,7 +106,7 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     holders = [geometry.elements(index) for index in range(len(geometry.stack.matrices))]
     sets = [by_replica(stored) for stored in holders]
     whole = [
-        set(stored.values()) == {geometry.numel(index)} and all(len(ranks) == 1 for ranks in sets[index])
+        set(stored.values()) == {prod(geometry.shape(index))} and all(len(ranks) == 1 for ranks in sets[index])
         for index, stored in enumerate(holders)
     ]
     groups = components(ranks for index, of_matrix in enumerate(sets) if not whole[index] for ranks in of_matrix)
@@ -175,21 +176,21 @@ def buckets_of(
     """The buckets of rounds. `owners`: None if every holder orthogonalizes."""
 
     @cache
-    def fallback(kind: int, group: int) -> str:
-        return PATTERNS[exchange].fallback((kind,), groups[group], pieces)
+    def falls_back(kind: int, group: int) -> bool:
+        return bool(PATTERNS[exchange].fallback(kind, groups[group], pieces))
 
     buckets = []
     for number, tasks in enumerate(rounds):
-        # A collective moves elements of one size, by one way.
-        alike: dict[tuple[int, int, str], list[int]] = {}
+        # A collective moves elements of one size.
+        alike: dict[tuple[int, int, bool], list[int]] = {}
         for task in tasks:
             wire_bytes = works[pieces.matrices[task.matrix].work].wire_bytes
-            alike.setdefault((task.group, wire_bytes, fallback(pieces.kinds[task.matrix], task.group)), []).append(
-                task.matrix
-            )
-        for (group, _, _), listed in sorted(alike.items()):
+            key = task.group, wire_bytes, falls_back(pieces.kinds[task.matrix], task.group)
+            alike.setdefault(key, []).append(task.matrix)
+        for (group, _, all_to_all), listed in sorted(alike.items()):
             ranks = () if owners is None else tuple(owners[matrix, group] for matrix in listed)
-            buckets.append(Bucket(exchange, groups[group], tuple(listed), ranks, number))
+            name = "all_to_all" if all_to_all else exchange
+            buckets.append(Bucket(name, groups[group], tuple(listed), ranks, number))
     return tuple(buckets)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
+
+from ..engine.layout.intervals import chunk
 
 
 @contextmanager
@@ -40,36 +43,35 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 @contextmanager
 def _of_this_rank() -> Iterator[None]:
     """Make no chunk and no group of other ranks, because these take a minute for 16,384 ranks."""
+    from unittest.mock import patch
+
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    chunk, new_group = _fsdp_param._chunk_with_empty, device_mesh.new_group
+    new_group = device_mesh.new_group
 
     def group_of_this_rank(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-        if ranks is not None and dist.get_rank() not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return new_group(ranks=ranks, **options)
+        absent = ranks is not None and dist.get_rank() not in ranks
+        return dist.GroupMember.NON_GROUP_MEMBER if absent else new_group(ranks=ranks, **options)
 
-    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[assignment]
-    device_mesh.new_group = group_of_this_rank  # type: ignore[assignment]
-    try:
+    with (
+        patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
+        patch.object(device_mesh, "new_group", group_of_this_rank),
+    ):
         yield
-    finally:
-        _fsdp_param._chunk_with_empty, device_mesh.new_group = chunk, new_group
 
 
+@dataclass(frozen=True)
 class Chunks:
     """The chunks of a tensor for `num_chunks` ranks, made when FSDP2 asks for one: it uses two of them."""
 
-    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+    tensor: Tensor
+    num_chunks: int
+    dim: int
 
     def __getitem__(self, rank: int) -> Tensor:
-        tensor, dim = self._tensor, self._dim
-        step = -(-tensor.size(dim) // self._count)
-        start = rank * step
-        if step > 0 and start >= tensor.size(dim):
-            return tensor.new_empty(0)
-        return tensor.narrow(dim, start, min(step, tensor.size(dim) - start))
+        size = self.tensor.size(self.dim)
+        start, stop = chunk(size, self.num_chunks, rank)
+        return self.tensor.new_empty(0) if start == stop and size else self.tensor.narrow(self.dim, start, stop - start)
 
 
 def forget_meshes() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..adamw import AVERAGES, AdamW
 from ..assignment.optimizer_set import OptimizerSet
+from ..engine.layout.intervals import Geometries
 from ..engine.layout.types import Plan
 from ..engine.state.states import state_bytes
 from ..engine.step.algorithm import Algorithm
@@ -23,7 +24,7 @@ from ..muon import Muon
 from ..options import MuonOptions, Offload
 from ..owned import is_owned
 from ..owned.param import held_elements
-from ..planner.owners import state_elements
+from ..planner.owners import state_elements, state_totals
 from ..planner.ownership import OwnedTotals
 from ..planner.summary import Summary
 from ..selection import algorithm_of
@@ -144,8 +145,11 @@ def _items(
     elements = {name: _elements(parameter, fullest) for name, parameter in parameters.items()}
     momentum: Mapping[str, int] = elements
     if plan is not None and options.state != "replicated":
-        most = max(state_elements(plan).values(), key=lambda held: sum(held.values()))
-        momentum = {plan.parameters[number].fqn: size for number, size in most.items()}
+        geometries = Geometries(plan.parameters)
+        totals = state_totals(plan, geometries)
+        rank = max(totals, key=totals.__getitem__)
+        held = [(number, p) for number, p in enumerate(plan.parameters) if rank in p.layout.mesh.ranks]
+        momentum = {p.fqn: state_elements(p, geometries[number], rank) for number, p in held}
     planned = () if plan is None else plan.parameters
     empty = {p.fqn for number, p in enumerate(planned) if not algorithm.for_parameter(number).momentum}
     optimizer_of = {a.fqn: a.optimizer for a in optimizers.assignments}

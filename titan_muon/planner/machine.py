@@ -112,14 +112,6 @@ class MachineRates:
         return moved / self.memory + launches * self.launch if moved else 0.0
 
 
-def _flops(large: float, float32: float) -> dict[str, float]:
-    return {"bfloat16": large, "float16": large, "float32": float32}
-
-
-# Of gloo on one host.
-_GLOO = Link(1e9, 2e-4), Link(1e9, 4e-4)
-
-
 # Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290). NVLink: data sheets
 # give 900, 900 and 1,800 GB/s in both directions together; an all-to-all reaches 75 % of a direction (335 GB/s on
 # 4 H100s, NVIDIA/nccl#2169) to 80 %. Messages: an estimate of the time to post a chunk of 128 KiB (NVIDIA/nccl#1953);
@@ -143,7 +135,8 @@ _SHARE, _SHARE_FLOAT32, _SHARE_MEMORY = 650 / 989, 50 / 67, 3.0 / 4.8
 
 def _gpus(name: str, tflops: float, float32: float, memory_tb: float, node: Link, gib: int) -> MachineRates:
     """Nodes of 8 GPUs with these rates on the data sheet, `gib` GiB for PyTorch."""
-    flops = _flops(round(_SHARE * tflops) * 1e12, round(_SHARE_FLOAT32 * float32) * 1e12)
+    large = round(_SHARE * tflops) * 1e12
+    flops = {"bfloat16": large, "float16": large, "float32": round(_SHARE_FLOAT32 * float32) * 1e12}
     memory = round(_SHARE_MEMORY * memory_tb, 2) * 1e12
     rates = MachineRates(name, 8, flops, 400, memory, node, _NETWORK, 4e-6)
     return replace(rates, host=_HOST, host_entry=_HOST_ENTRY, capacity=gib * 2**30, communicators=_NCCL)
@@ -172,7 +165,8 @@ MACHINES: Mapping[str, MachineRates] = {
         # in each direction to all 72; a ConnectX-7 with 400 Gb/s and a ConnectX-8 with 800.
         _rack(_gpus("gb200x72", 2500, 80, 8.0, _RACK_LINK, 184), _NETWORK.bandwidth),
         _rack(_gpus("gb300x72", 2500, 80, 8.0, _RACK_LINK, 276), 2 * _NETWORK.bandwidth),
-        MachineRates(CPU.name, 8, CPU.flops, 64, CPU.memory, *_GLOO, 5e-6, CPU.batch_bytes),
+        # Links of gloo on one host.
+        MachineRates(CPU.name, 8, CPU.flops, 64, CPU.memory, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, CPU.batch_bytes),
     )
 }
 """Machines by `machine.name`, except "auto"."""

@@ -20,9 +20,9 @@ from itertools import groupby
 from math import prod
 
 from ..engine.layout.intervals import Geometries, Geometry, Ranks, chunk
-from ..engine.layout.types import Matrix, Parameter, Plan, Replicate
+from ..engine.layout.types import Parameter, Plan, Replicate
 from ..engine.layout.work import WorkOf
-from ..engine.planning import Groups, OwnerOf, Task, by_group, tasks_of
+from ..engine.planning import Groups, OwnerOf, Task, Tasks, by_group, tasks_of
 from ..engine.program.all_to_all import Pattern
 from ..engine.program.patterns import PATTERNS
 from ..engine.program.two_hops import owning_ranks
@@ -105,38 +105,24 @@ def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
     return (kept[unit // chunk(shape[0], len(kept), 0).stop],)
 
 
-def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
-    """Elements of momentum by rank and parameter."""
-    geometries = Geometries(plan.parameters)
-    elements: dict[int, dict[int, int]] = {}
-    for number, parameter in enumerate(plan.parameters):
-        for rank in parameter.layout.mesh.ranks:
-            stored = prod(geometries[number].local_shape(rank))
-            elements.setdefault(rank, {})[number] = _kept_elements(parameter, rank, stored)
-    return elements
-
-
 def state_totals(plan: Plan, geometries: Geometries) -> Counter[int]:
     """Elements of momentum by rank."""
-    # Parameters alike count together.
-    totals = Counter[int]()
-    alike = Counter(
-        (index, parameter.state_ranks) for index, parameter in zip(geometries.index, plan.parameters, strict=True)
-    )
-    examples = dict(zip(geometries.index, plan.parameters, strict=True))
-    for (index, kept), count in alike.items():
-        parameter, geometry = replace(examples[index], state_ranks=kept), geometries.shared[index]
-        for rank in parameter.layout.mesh.ranks:
-            totals[rank] += count * _kept_elements(parameter, rank, prod(geometry.local_shape(rank)))
+    totals, alike = Counter[int](), dict[tuple[int, Ranks], list[Parameter]]()
+    for index, parameter in zip(geometries.index, plan.parameters, strict=True):
+        alike.setdefault((index, parameter.state_ranks), []).append(parameter)
+    for (index, _), (example, *others) in alike.items():
+        for rank in example.layout.mesh.ranks:
+            totals[rank] += (1 + len(others)) * state_elements(example, geometries.shared[index], rank)
     return totals
 
 
-def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:
-    kept = parameter.state_ranks
-    if not kept or not _is_whole(parameter):
-        return stored if not kept or rank in kept else 0
-    if rank not in kept:
+def state_elements(parameter: Parameter, geometry: Geometry, rank: int) -> int:
+    """Elements of a parameter's momentum on a rank of its mesh."""
+    kept, stored = parameter.state_ranks, prod(geometry.local_shape(rank))
+    if kept and rank not in kept:
         return 0
+    if not kept or not _is_whole(parameter):
+        return stored
     first = parameter.layout.shape[0]
     start, stop = chunk(first, len(kept), kept.index(rank))
     return stored * (stop - start) // first
@@ -151,21 +137,13 @@ Heap = list[tuple[int, int, int]]
 class Problem:
     """Matrices to assign to owners, and costs to judge a plan.
 
-    Attributes:
-        local: for each matrix, the ranks that store and orthogonalize all of the matrix.
-        tasks: for each remaining matrix, one for each assembling group.
-        load: local FLOPs of each rank.
-        eligible: possible owners of a matrix, if fewer than the group.
+    `eligible`: possible owners of a matrix, if fewer than the group.
     """
 
-    parameters: tuple[Parameter, ...]
     options: MuonOptions
     pattern: Pattern
     costs: Costs
-    local: tuple[Ranks, ...]
-    tasks: tuple[Task, ...]
-    groups: tuple[Ranks, ...]
-    load: Mapping[int, int]
+    given: Tasks
     eligible: Mapping[int, Ranks]
 
 
@@ -175,23 +153,17 @@ def make_problem(
     """The problem of whole matrices."""
     matrices = costs.pieces.matrices
     given = tasks_of(parameters, geometries, matrices, costs.works, options)
-    eligible = _eligible(parameters, matrices, given.tasks, given.groups)
-    return Problem(tuple(parameters), options, PATTERNS[options.exchange], costs, *given, eligible)
 
-
-def _eligible(
-    parameters: Sequence[Parameter], matrices: Sequence[Matrix], tasks: Sequence[Task], groups: Sequence[Ranks]
-) -> dict[int, Ranks]:
     @cache
     def inside(ranks: Ranks, group: int) -> Ranks:
-        return tuple(sorted({*ranks} & {*groups[group]}))
+        return tuple(sorted({*ranks} & {*given.groups[group]}))
 
     eligible = {}
-    for task in tasks:
+    for task in given.tasks:
         matrix = matrices[task.matrix]
         if ranks := momentum_ranks(parameters[matrix.parameter], matrix.index):
             eligible[task.matrix] = inside(ranks, task.group)
-    return eligible
+    return Problem(options, PATTERNS[options.exchange], costs, given, eligible)
 
 
 class Balancer:

@@ -58,18 +58,28 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
 
     Deterministic. Raises ValueError for an owner outside the group.
     """
-    assignment = _Assignment(items, size)
-    assignment.give_named()
-    assignment.give_balanced()
+    shares: list[_Share] = []
+    for index, item in enumerate(items):
+        most = min(item.units, size) if item.owner == "balanced" else 1
+        # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
+        for number, units in enumerate(filter(None, _shares(item, most))):
+            flops, held = item.flops * units // item.units, item.bytes * units // item.units
+            shares.append(_Share(index, number, item, Task(index, 0, flops, held, item.layer)))
+    balancer = Balancer([share.task for share in shares], range(size), {})
+    placed = {
+        (s.item_number, s.number): rank
+        for s, rank in (*_named(shares, balancer, size), *_balanced(shares, balancer, size))
+    }
     owners: list[tuple[int, ...]] = [()] * len(items)
-    for (index, _), rank in sorted(assignment.owners.items()):
+    for (index, _), rank in sorted(placed.items()):
         owners[index] += (rank,)
     return Ownership(size, tuple(items), tuple(owners))
 
 
 class _Share(NamedTuple):
-    item: int
+    item_number: int
     number: int  # Position along dim 0.
+    item: OwnedItem
     task: Task
 
 
@@ -78,60 +88,41 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
     return [stop - start for start, stop in chunks]
 
 
-class _Assignment:
-    def __init__(self, items: Sequence[OwnedItem], size: int) -> None:
-        self._items, self._size = items, size
-        self._shares: list[_Share] = []
-        for index, item in enumerate(items):
-            most = min(item.units, size) if item.owner == "balanced" else 1
-            # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
-            for number, units in enumerate(filter(None, _shares(item, most))):
-                flops, held = item.flops * units // item.units, item.bytes * units // item.units
-                self._shares.append(_Share(index, number, Task(index, 0, flops, held, item.layer)))
-        self._balancer = Balancer([share.task for share in self._shares], range(size), {})
-        self.owners: dict[tuple[int, int], int] = {}
+def _named(shares: Sequence[_Share], balancer: Balancer, size: int) -> Iterator[tuple[_Share, int]]:
+    """Owners of items with a named rank, then of each whole layer: the least loaded rank."""
+    layers: dict[str, list[_Share]] = {}
+    for share in shares:
+        item = share.item
+        if isinstance(item.owner, int):
+            if not 0 <= item.owner < size:
+                wrong = f"cannot have owner = {item.owner}; 0 to {size - 1} can own it"
+                raise ValueError(f"placement.rule: {item.fqn} {wrong}")
+            yield share, balancer.add_work(share.task, item.owner)
+        elif item.owner == "layer":
+            layers.setdefault(item.layer, []).append(share)
+    for _, mine in sorted(layers.items(), key=lambda entry: (-sum(s.task.flops for s in entry[1]), entry[0])):
+        rank = balancer.least()
+        yield from ((share, balancer.add_work(share.task, rank)) for share in mine)
 
-    def _put(self, share: _Share, rank: int) -> None:
-        self._balancer.add_work(share.task, rank)
-        self.owners[share.item, share.number] = rank
 
-    def give_named(self) -> None:
-        """Assign items with a named rank, then each whole layer to the least loaded rank."""
-        layers: dict[str, list[_Share]] = {}
-        for share in self._shares:
-            item = self._items[share.item]
-            if isinstance(item.owner, int):
-                if not 0 <= item.owner < self._size:
-                    wrong = f"cannot have owner = {item.owner}; 0 to {self._size - 1} can own it"
-                    raise ValueError(f"placement.rule: {item.fqn} {wrong}")
-                self._put(share, item.owner)
-            elif item.owner == "layer":
-                layers.setdefault(item.layer, []).append(share)
-        for _, mine in sorted(layers.items(), key=lambda entry: (-sum(s.task.flops for s in entry[1]), entry[0])):
-            rank = self._balancer.least()
-            for share in mine:
-                self._put(share, rank)
-
-    def give_balanced(self) -> None:
-        shares = [share for share in self._shares if self._items[share.item].owner == "balanced"]
-        heap = self._balancer.heap(range(self._size))
-        left = Counter(share.task.layer for share in shares)
-        in_layers, in_stacks = defaultdict[str, set[int]](set), defaultdict[int, set[int]](set)
-        # By name, because the owners must not depend on the order of the list.
-        for share in sorted(shares, key=lambda s: (-s.task.flops, -s.task.bytes, self._items[s.item].fqn, s.number)):
-            in_layer, in_stack = in_layers[share.task.layer], in_stacks[share.item]
-            left[share.task.layer] -= 1
-            # Not all shares of a layer to one rank: before the layer's forward, all ranks would wait for a single link.
-            single_owner = left[share.task.layer] == 0 and len(in_layer) == 1
-            # By bytes: by FLOPs all would go to the least loaded rank.
-            if share.task.flops == 0:
-                self._put(share, self._balancer.lightest())
-            else:
-                barred = in_layer if single_owner else in_stack
-                self.owners[share.item, share.number] = self._balancer.assign(share.task, heap, barred)
-            rank = self.owners[share.item, share.number]
-            in_layer.add(rank)
-            in_stack.add(rank)
+def _balanced(shares: Sequence[_Share], balancer: Balancer, size: int) -> Iterator[tuple[_Share, int]]:
+    shares = [share for share in shares if share.item.owner == "balanced"]
+    heap, left = balancer.heap(range(size)), Counter(share.task.layer for share in shares)
+    in_layers, in_stacks = defaultdict[str, set[int]](set), defaultdict[int, set[int]](set)
+    # By name, because the owners must not depend on the order of the list.
+    for share in sorted(shares, key=lambda s: (-s.task.flops, -s.task.bytes, s.item.fqn, s.number)):
+        in_layer, in_stack = in_layers[share.task.layer], in_stacks[share.item_number]
+        left[share.task.layer] -= 1
+        # Not all shares of a layer to one rank: before the layer's forward, all ranks would wait for a single link.
+        single_owner = left[share.task.layer] == 0 and len(in_layer) == 1
+        # By bytes: by FLOPs all would go to the least loaded rank.
+        if share.task.flops == 0:
+            rank = balancer.add_work(share.task, balancer.lightest())
+        else:
+            rank = balancer.assign(share.task, heap, in_layer if single_owner else in_stack)
+        in_layer.add(rank)
+        in_stack.add(rank)
+        yield share, rank
 
 
 def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:

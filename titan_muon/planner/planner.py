@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..engine.layout.intervals import Geometries, Pieces
-from ..engine.layout.types import Bucket, Matrix, Parameter, Plan
+from ..engine.layout.types import Matrix, Parameter, Plan
 from ..engine.layout.work import (
     FLOAT32_COST,
     ROUNDING_BYTES,
@@ -20,6 +20,7 @@ from ..engine.layout.work import (
     chunk_bytes,
 )
 from ..engine.planning import PlanRequest, has_replicas, matrices_of, separate_reasons
+from ..engine.program.all_to_all import Pattern
 from ..engine.program.patterns import PATTERNS
 from ..options import MuonOptions, OptionError
 from .machine import MachineRates, machine_of
@@ -64,48 +65,44 @@ def make_plan(
     works = _with_full_batches(matrices, works, passes) if rates.host else works
     costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, rates, passes)
     problem, best = _fastest(make_problem(parameters, geometries, options, costs))
-    buckets, fallbacks = _by_their_way(best.buckets, problem)
-    knows_nodes = any(PATTERNS[bucket.exchange].knows_nodes for bucket in buckets)
-    reasons = (
-        best.reason,
-        _hierarchical_reason(problem),
-        *_hops_reasons(problem, fallbacks, found=knows_nodes),
-        *separate_reasons(parameters),
-        _state_reason(options, parameters),
-    )
+    notes = *_pattern_reasons(problem), *separate_reasons(parameters), _state_reason(options, parameters)
     return Plan(
-        parameters=problem.parameters,
-        matrices=tuple(problem.costs.pieces.matrices),
-        local=problem.local,
-        buckets=buckets,
+        parameters=tuple(parameters),
+        matrices=matrices,
+        local=problem.given.local,
+        buckets=best.buckets,
         buffer_sets=best.buffer_sets,
-        works=tuple(problem.costs.works),
-        reason="; ".join(filter(None, reasons)),
+        works=works,
+        reason="; ".join(filter(None, (best.reason, *notes))),
         passes=passes,
-        ranks_per_node=rates.ranks_per_node if knows_nodes else 0,
+        ranks_per_node=rates.ranks_per_node if any(PATTERNS[b.exchange].knows_nodes for b in best.buckets) else 0,
     )
 
 
-def _by_their_way(buckets: Sequence[Bucket], problem: Problem) -> tuple[tuple[Bucket, ...], Counter[str]]:
-    """The buckets by the pattern that they take, and the matrices that fall back to all_to_all, by cause."""
-    pieces, named, fallbacks = problem.costs.pieces, list[Bucket](), Counter[str]()
-    for bucket in buckets:
-        kinds = {pieces.kinds[matrix] for matrix in bucket.matrices}
-        if cause := problem.pattern.fallback(kinds, bucket.group, pieces):
-            fallbacks[cause] += len(bucket.matrices)
-        named.append(replace(bucket, exchange="all_to_all") if cause else bucket)
-    return tuple(named), fallbacks
+def _fallbacks(problem: Problem, pattern: Pattern) -> Counter[str]:
+    """The matrices that go by all_to_all instead of the pattern, by cause; no cause: those by the pattern."""
+    pieces, causes = problem.costs.pieces, Counter[str]()
+    kinds = Counter((pieces.kinds[task.matrix], task.group) for task in problem.given.tasks)
+    for (kind, group), count in kinds.items():
+        causes[pattern.fallback(kind, problem.given.groups[group], pieces)] += count
+    return causes
 
 
-def _hops_reasons(problem: Problem, fallbacks: Mapping[str, int], *, found: bool) -> Iterator[str]:
-    if found:
-        price = f": at least {MUST_SAVE:.0%} less price (step time and memory) than straight to the owner"
+def _pattern_reasons(problem: Problem) -> Iterator[str]:
+    name, price = problem.pattern.name, f"at least {MUST_SAVE:.0%} less price (step time and memory) than"
+    if name == "hierarchical":
+        yield (
+            "owners return results to their own replica, and replicas all-gather the results (hierarchical): "
+            f"{price} with returns to all replicas"
+        )
+    fallbacks = _fallbacks(problem, problem.pattern)
+    if name == "two_hops" and fallbacks[""]:
+        saved = f": {price} straight to the owner" if problem.options.exchange == "all_to_all" else ""
         yield (
             "pieces go over the network to the owner's node by the links of all its ranks, then inside the node "
-            f"(two_hops){price if problem.options.exchange == 'all_to_all' else ''}"
+            f"(two_hops){saved}"
         )
-    for cause, count in fallbacks.items():
-        yield f"{count:,} matrices by all_to_all instead of two_hops: {cause}"
+    yield from (f"{n:,} matrices by all_to_all instead of {name}: {cause}" for cause, n in fallbacks.items() if cause)
 
 
 def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes: ElementwiseCost) -> tuple[Work, ...]:
@@ -123,12 +120,14 @@ def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes
 def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
     """The problem whose best plan has the least price / (1 - share to save), and the plan. The first wins."""
     found, faults = list[tuple[float, Problem, CandidatePlan]](), list[OptionError]()
-    for variant, must_save in _variants(problem):
+    for pattern in _patterns(problem):
+        variant = replace(problem, pattern=pattern)
         try:
             best = fastest_plan(variant)
         except OptionError as fault:
             faults.append(fault)
         else:
+            must_save = 0.0 if pattern is problem.pattern else MUST_SAVE
             found.append((best.price / (1 - must_save), variant, best))
     if not found:
         raise faults[0]
@@ -136,28 +135,15 @@ def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
     return problem, best
 
 
-def _variants(problem: Problem) -> Iterator[tuple[Problem, float]]:
-    """Problems to search, and the share of the price that each must save."""
-    pieces = problem.costs.pieces
-    yield problem, 0.0
-    if problem.pattern is PATTERNS["all_to_all"] and has_replicas(problem.tasks, problem.groups, pieces):
-        yield replace(problem, pattern=PATTERNS["hierarchical"]), MUST_SAVE
-    if problem.pattern is PATTERNS["all_to_all"] and len(pieces.ranks()) >= HOPS_FROM:
-        kinds: dict[int, set[int]] = {}
-        for task in problem.tasks:
-            kinds.setdefault(task.group, set()).add(pieces.kinds[task.matrix])
-        two_hops, groups = PATTERNS["two_hops"], problem.groups
-        if not all(two_hops.fallback(of_group, groups[group], pieces) for group, of_group in kinds.items()):
-            yield replace(problem, pattern=two_hops), MUST_SAVE
-
-
-def _hierarchical_reason(problem: Problem) -> str:
-    if problem.pattern is not PATTERNS["hierarchical"]:
-        return ""
-    return (
-        "owners return results to their own replica, and replicas all-gather the results (hierarchical): at least "
-        f"{MUST_SAVE:.0%} less price (step time and memory) than with returns to all replicas"
-    )
+def _patterns(problem: Problem) -> Iterator[Pattern]:
+    """The patterns to search."""
+    yield problem.pattern
+    given, pieces, two_hops = problem.given, problem.costs.pieces, PATTERNS["two_hops"]
+    if problem.pattern is PATTERNS["all_to_all"]:
+        if has_replicas(given.tasks, given.groups, pieces):
+            yield PATTERNS["hierarchical"]
+        if len(pieces.ranks()) >= HOPS_FROM and _fallbacks(problem, two_hops)[""]:
+            yield two_hops
 
 
 def _state_reason(options: MuonOptions, parameters: Sequence[Parameter]) -> str:
@@ -168,12 +154,8 @@ def _state_reason(options: MuonOptions, parameters: Sequence[Parameter]) -> str:
 
 def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
-    state_bytes, traffics, on_cpu = (
-        2 if options.state_dtype == "bfloat16" else 4,
-        list[ElementTraffic](),
-        elements.device == "cpu",
-    )
-    advance, apply, drawn = [0], [0], False
+    state_bytes, on_cpu = 2 if options.state_dtype == "bfloat16" else 4, elements.device == "cpu"
+    traffics, advance, apply, drawn = list[ElementTraffic](), [0], [0], False
     for kind in elements.kinds:
         size, wide = kind.weight_bytes, max(state_bytes, kind.weight_bytes)
         stochastic = options.rounding == "stochastic" and kind.is_bfloat16
@@ -205,14 +187,7 @@ def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
 
 
 def traffic(
-    element: int,
-    state: int,
-    wire: int,
-    *,
-    stochastic: bool,
-    cautious: bool,
-    fused: bool = False,
-    device: str = "cuda",
+    element: int, state: int, wire: int, *, stochastic: bool, cautious: bool, fused: bool = False, device: str = "cuda"
 ) -> ElementTraffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 

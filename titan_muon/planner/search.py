@@ -13,9 +13,10 @@ from itertools import accumulate, groupby, pairwise
 from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket
 from ..engine.planning import Groups, OwnerOf, Task, buckets_of, in_order
+from ..engine.program.phases import late_rounds
 from ..options import OptionError
 from .owners import STRATEGIES, Problem, across_nodes, among
-from .timeline import Clock, hidden_returns, ordered_rounds
+from .timeline import Clock, ordered_rounds
 from .walk import PlanCost
 
 
@@ -97,10 +98,7 @@ def _typical_times(queues: Iterable[Sequence[Task]], count: int) -> list[float]:
 
 
 def in_model_order(
-    rounds: Sequence[Sequence[Task]],
-    owners: OwnerOf,
-    pieces: Pieces,
-    eligible: Mapping[int, Ranks],
+    rounds: Sequence[Sequence[Task]], owners: OwnerOf, pieces: Pieces, eligible: Mapping[int, Ranks]
 ) -> tuple[list[list[Task]], OwnerOf]:
     """The same rounds, nearly in order: tasks of equal cost change rounds and owners.
 
@@ -200,7 +198,8 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
-        self._local = problem.costs.local(problem.local)
+        self._tasks, self._groups = problem.given.tasks, problem.given.groups
+        self._local = problem.costs.local(problem.given.local)
         self._candidates: list[CandidatePlan] = []
         self._simulated: dict[Strategy, CandidatePlan] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -231,7 +230,7 @@ class _Search:
         return best
 
     def _double(self, order: Order) -> Strategy:
-        rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._local))
+        rank_bytes = 2 * sum(task.bytes for task in self._tasks) / max(1, len(self._local))
         most = self._most_rounds()
         best = strategy = Strategy(max(1, min(most, int(rank_bytes / (2 * FREE_BYTES)))), order)
         left, before = self._left, math.inf
@@ -253,7 +252,7 @@ class _Search:
         return other if candidate and self._worth(candidate) < self._worth(self._simulated[best]) else best
 
     def _most_rounds(self) -> int:
-        most, owners = max(1, len(self._problem.tasks)), self._assigned(0)
+        most, owners = max(1, len(self._tasks)), self._assigned(0)
         turns = FORWARD_TURNS if self._overlap == "forward" else TURNS
         return most if not owners else min(turns * max(Counter(owners.values()).values()), most)
 
@@ -263,10 +262,9 @@ class _Search:
         if not problem.pattern.has_owners:
             return None
         if number not in self._owners:
-            load, eligible = problem.load, problem.eligible
             assign, ranks_per_node = STRATEGIES[number], problem.costs.pieces.ranks_per_node
             assign = across_nodes(assign, ranks_per_node) if problem.pattern.knows_nodes else assign
-            self._owners[number] = among(assign, problem.tasks, problem.groups, load, eligible)
+            self._owners[number] = among(assign, self._tasks, self._groups, problem.given.load, problem.eligible)
         return self._owners[number]
 
     def _fits(self, candidate: CandidatePlan) -> bool:
@@ -300,12 +298,11 @@ class _Search:
             if same is not None:
                 return self._simulate(replace(strategy, owners=same))
             if owners is None or strategy.order is Order.MODEL:
-                grouped = rounds(self._problem.tasks, strategy.rounds)
+                grouped = rounds(self._tasks, strategy.rounds)
             else:
-                problem = self._problem
-                grouped = cut_into_rounds(problem.tasks, problem.groups, owners, strategy.rounds, strategy.order)
+                grouped = cut_into_rounds(self._tasks, self._groups, owners, strategy.rounds, strategy.order)
                 if self._overlap != "none":
-                    pieces, eligible = problem.costs.pieces, problem.eligible
+                    pieces, eligible = self._problem.costs.pieces, self._problem.eligible
                     grouped, owners = in_model_order(grouped, owners, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
@@ -313,15 +310,15 @@ class _Search:
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> CandidatePlan:
         """The best candidate over all numbers of buffer sets."""
         problem, costs = self._problem, self._problem.costs
-        buckets = buckets_of(problem.pattern.name, grouped, owners, problem.groups, costs.pieces, costs.works)
-        cost, ordered = PlanCost(buckets, self._local, self._problem.costs), ordered_rounds(buckets, self._overlap)
+        buckets = buckets_of(problem.pattern.name, grouped, owners, self._groups, costs.pieces, costs.works)
+        cost, ordered = PlanCost(buckets, self._local, costs), ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
         most = (len(grouped),) if ordered else ()
-        fewer = () if self._problem.options.buffer_bytes is None else FEWER_SETS
+        fewer = () if problem.options.buffer_bytes is None else FEWER_SETS
         added = []
         for buffer_sets in {min(sets, max(1, len(grouped))): None for sets in (*BUFFER_SETS, *most, *fewer)}:
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            hidden = hidden_returns(buffer_sets, len(grouped), ordered)
+            hidden = min(ordered, len(late_rounds(buffer_sets, len(grouped))))
             seconds, memory = Clock(cost, buffer_sets, hidden).end, cost.step_bytes(buffer_sets)
             buffers = max((rank.buffers for rank in memory), default=0)
             peak = max((rank.peak for rank in memory), default=0)
@@ -331,12 +328,12 @@ class _Search:
 
     def run_until_it_fits(self) -> None:
         """Simulate more and more rounds of consecutive matrices until `buffer_gib` suffices."""
-        tasks, count = self._problem.tasks, 1
+        count = 1
         while not self._fits(self._best()):
-            self._add(rounds(tasks, count), self._assigned(0))
-            if count >= len(tasks):
+            self._add(rounds(self._tasks, count), self._assigned(0))
+            if count >= len(self._tasks):
                 return
-            count = min(2 * count, len(tasks))
+            count = min(2 * count, len(self._tasks))
 
     def chosen(self) -> CandidatePlan:
         best = self._best()

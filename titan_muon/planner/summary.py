@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ..engine.layout.types import Plan
 from ..options import Machine
@@ -59,16 +60,11 @@ def summarize(plan: Plan, cost: PlanCost | None = None) -> Summary:
     """Count FLOPs, bytes and collectives. `cost`: of the plan on any machine."""
     # The counts do not depend on the machine.
     cost = PlanCost.from_plan(plan, machine_of(Machine())) if cost is None else cost
-    states, memory = (
-        state_totals(plan, cost.costs.pieces.geometries),
-        cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds))),
-    )
-    first: dict[int, RankCost] = {}
-    ranks = []
-    for rank, alike in zip(cost.ranks, cost.class_of, strict=True):
-        if alike not in first:
-            first[alike] = _rank_cost(rank, cost.by_class[alike], memory[alike], states[rank])
-        ranks.append(replace(first[alike], rank=rank, state_elements=states[rank]))
+    states = state_totals(plan, cost.costs.pieces.geometries)
+    memory = cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds)))
+    cost_of = cache(lambda alike: _rank_cost(cost.by_class[alike], memory[alike]))
+    members = zip(cost.ranks, cost.class_of, strict=True)
+    ranks = [replace(cost_of(alike), rank=rank, state_elements=states[rank]) for rank, alike in members]
     return Summary(
         ranks=tuple(ranks),
         muon_matrices=len(plan.matrices),
@@ -81,10 +77,11 @@ def summarize(plan: Plan, cost: PlanCost | None = None) -> Summary:
     )
 
 
-def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, kept: int) -> RankCost:
+def _rank_cost(shares: Sequence[Share], memory: StepBytes) -> RankCost:
+    """Of any rank of a class, without momentum."""
     owned, totals = [share.owned for share in shares], [share.totals for share in shares]
     return RankCost(
-        rank=rank,
+        rank=0,
         matrices=sum(cost.matrices for cost in owned),
         ns_flops=sum(cost.flops for cost in owned),
         bytes_sent=sum(share.totals.sent * share.wire_bytes for share in shares),
@@ -94,6 +91,6 @@ def _rank_cost(rank: int, shares: Sequence[Share], memory: StepBytes, kept: int)
         collectives=sum(total.collectives for total in totals),
         buckets=owned[0].batches + len(shares) - 1,
         bucket_elements=max(total.stored for total in totals),
-        state_elements=kept,
+        state_elements=0,
         owned_elements=sum(cost.elements for cost in owned),
     )

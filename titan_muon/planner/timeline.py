@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import takewhile
-from typing import NamedTuple
 
 from ..engine.layout.types import Bucket, Plan
 from ..engine.layout.work import ElementwiseCost
-from ..engine.program.all_to_all import NO_TRAFFIC, LinkTraffic
 from ..engine.program.phases import Act, late_rounds, schedule
 from ..options import Overlap
 from .machine import STEP_OPERATORS, MachineRates
-from .walk import LOCAL, Costs, PlanCost, Share, in_bytes, link_seconds
+from .walk import LOCAL, Costs, PlanCost, Share, link_seconds
 
-STAGES = ("advance", "gather", "copy", "orthogonalize", "send_back", "apply")
 NO_TIME = 1e-30
 """Share of the links' time in a simulation with free links. 0 would mean "no collective", and ranks would not wait."""
 
 EARLY = 1 / 8
 """Returns of the first eighth of the model are not overlapped, because forward needs its weights first."""
-
-
-def hidden_returns(buffer_sets: int, rounds: int, ordered: int) -> int:
-    """The last rounds that the next forward hides, at most the result `ordered` of `ordered_rounds`."""
-    return min(ordered, len(late_rounds(buffer_sets, rounds)))
 
 
 def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
@@ -93,37 +86,26 @@ class Timeline:
         return max(rank.host for rank in self.ranks)
 
 
-class StageSpan(NamedTuple):
-    """A stage of a bucket on a rank, in seconds from the start of the step. Gathers and returns are on the links.
-
-    `copy`: assembling matrices, and filling the return buffer.
-    """
-
-    rank: int
-    stage: str
-    bucket: int
-    start: float
-    stop: float
-
-
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none", cost: PlanCost | None = None) -> Timeline:
     """Simulate a plan. A pass with `overlap` is assumed to hide all of its returns.
 
     `cost`: of the plan on the machine.
     """
     cost = PlanCost.from_plan(plan, machine) if cost is None else cost
-    hidden = _hidden_rounds(plan, overlap)
+    hidden = min(ordered_rounds(plan.buckets, overlap), len(late_rounds(plan.buffer_sets, plan.rounds)))
     clock = Clock(cost, plan.buffer_sets, hidden)
     shapes = len({(m.rows, m.cols) for m, ranks in zip(plan.matrices, plan.local, strict=True) if not ranks})
     # Late applies are left out of both runs.
     free = Clock(cost, plan.buffer_sets, hidden, links=NO_TIME)
     # A rank has a piece of each parameter, or several of a stack.
     entries = len(plan.parameters) * cost.costs.elementwise.traffic.lists
+    time_of = cache(partial(_rank_time, cost, clock, shapes, entries))
+    members = zip(cost.ranks, cost.class_of, strict=True)
     after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
     return Timeline(
         machine.name,
         overlap,
-        tuple(_rank_times(cost, clock.now, hidden, shapes, entries)),
+        tuple(replace(time_of(alike), rank=rank) for rank, alike in members),
         _least(plan, cost.costs, len(cost.ranks)),
         clock.end - free.end,
         None if overlap == "none" else after,
@@ -131,23 +113,11 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none", co
     )
 
 
-def stage_spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[StageSpan]:
-    """The spans of every rank in the modelled step, by start."""
-    result: list[StageSpan] = []
-    Clock(PlanCost.from_plan(plan, machine), plan.buffer_sets, _hidden_rounds(plan, overlap), spans=result)
-    return sorted(result, key=lambda span: (span.start, span.rank))
-
-
-def _hidden_rounds(plan: Plan, overlap: Overlap) -> int:
-    """How many of the last rounds the next forward hides."""
-    return hidden_returns(plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
-
-
 class Clock:
     """Clocks of the compute stream and links of each class of ranks after a step, without the updates of the last
     `hidden` rounds.
 
-    `links`: factor on their time. `spans` receives each stage of each rank.
+    `links`: factor on their time.
 
     Attributes:
         now: by class, the end of its last stage in the step.
@@ -158,16 +128,8 @@ class Clock:
     # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
     # Collectives of different groups run concurrently but share a rank's links, occupied only by the rank's traffic.
 
-    def __init__(
-        self,
-        cost: PlanCost,
-        buffer_sets: int,
-        hidden: int = 0,
-        *,
-        links: float = 1.0,
-        spans: list[StageSpan] | None = None,
-    ) -> None:
-        self._cost, self._hidden, self._links, self._spans = cost, hidden, links, spans
+    def __init__(self, cost: PlanCost, buffer_sets: int, hidden: int = 0, *, links: float = 1.0) -> None:
+        self._cost, self.hidden, self._links = cost, hidden, links
         self.now = [0.0] * len(cost.by_class)
         self.computed = 0.0
         self.after_step = [0.0] * len(cost.by_class)
@@ -194,39 +156,28 @@ class Clock:
     def _gather(self, index: int) -> None:
         bucket = self._cost.buckets[index]
         for alike, share in zip(bucket.classes, bucket.shares, strict=True):
-            self._run("advance", index, alike, share.pack)
-        self._launch("gather", index, [share.gather for share in bucket.shares])
+            self.now[alike] += share.pack
+        self._launch(index, [share.gather for share in bucket.shares])
 
     def _run_local(self) -> None:
         for alike, (share, *_) in enumerate(self._cost.by_class):
-            self._run("advance", LOCAL, alike, share.pack)
-            self._run("orthogonalize", LOCAL, alike, share.owned.seconds)
-            self._run("apply", LOCAL, alike, share.apply)
+            self.now[alike] = share.pack + self.now[alike] + share.owned.seconds + share.apply
         self.computed = self.end
 
     def _orthogonalize(self, index: int) -> None:
         bucket, now = self._cost.buckets[index], self.now
         for alike, share in zip(bucket.classes, bucket.shares, strict=True):
-            now[alike] = max(now[alike], self._arrived[index])
-            self._run("copy", index, alike, share.copies)
-            self._run("orthogonalize", index, alike, share.owned.seconds)
+            now[alike] = max(now[alike], self._arrived[index]) + share.copies + share.owned.seconds
             self.computed = max(self.computed, now[alike])
-        self._launch("send_back", index, [share.back for share in bucket.shares])
+        self._launch(index, [share.back for share in bucket.shares])
 
     def _apply(self, index: int) -> None:
         bucket, arrived = self._cost.buckets[index], self._arrived[index]
-        ends = self.after_step if bucket.round >= self._cost.rounds - self._hidden else self.now
+        ends = self.after_step if bucket.round >= self._cost.rounds - self.hidden else self.now
         for alike, share in zip(bucket.classes, bucket.shares, strict=True):
-            ends[alike] = max(ends[alike], self.now[alike], arrived)
-            self._run("apply", index, alike, share.apply, ends)
+            ends[alike] = max(ends[alike], self.now[alike], arrived) + share.apply
 
-    def _run(self, stage: str, index: int, alike: int, seconds: float, ends: list[float] | None = None) -> None:
-        ends = self.now if ends is None else ends
-        start = ends[alike]
-        ends[alike] = start + seconds
-        self._record(stage, index, alike, start, ends[alike])
-
-    def _launch(self, stage: str, index: int, seconds: Sequence[float]) -> None:
+    def _launch(self, index: int, seconds: Sequence[float]) -> None:
         # No wait without traffic.
         if not any(seconds):
             return
@@ -235,42 +186,27 @@ class Clock:
         start = max(self._streams.get(bucket.classes, 0.0), free)
         for alike, mine in zip(bucket.classes, seconds, strict=True):
             wires[alike] = start + mine * self._links
-            self._record(stage, index, alike, start, wires[alike])
         end = start + (max(seconds) + bucket.latency) * self._links
         self._streams[bucket.classes] = self._arrived[index] = end
 
-    def _record(self, stage: str, index: int, alike: int, start: float, stop: float) -> None:
-        if self._spans is not None and stop > start:
-            members = zip(self._cost.ranks, self._cost.class_of, strict=True)
-            self._spans += [StageSpan(rank, stage, index, start, stop) for rank, other in members if other == alike]
 
-
-def _rank_times(cost: PlanCost, ends: Sequence[float], hidden: int, shapes: int, entries: int) -> Iterator[RankTime]:
-    known: dict[int, RankTime] = {}
-    for rank, alike in zip(cost.ranks, cost.class_of, strict=True):
-        if alike not in known:
-            known[alike] = _rank_time(cost, alike, rank, ends[alike], hidden, shapes, entries)
-        yield replace(known[alike], rank=rank)
-
-
-def _rank_time(cost: PlanCost, alike: int, rank: int, end: float, hidden: int, shapes: int, entries: int) -> RankTime:
-    shares, first_late, costs = cost.by_class[alike], cost.rounds - hidden, cost.costs
+def _rank_time(cost: PlanCost, clock: Clock, shapes: int, entries: int, alike: int) -> RankTime:
+    """Of any rank of a class. `shapes`: of travelling matrices."""
+    shares, first_late, costs = cost.by_class[alike], cost.rounds - clock.hidden, cost.costs
     newton = sum(share.owned.seconds for share in shares)
     passes = sum(share.passes - (share.apply if share.round >= first_late else 0.0) for share in shares)
     # Rounding of the sums could make waits negative.
-    waits = max(0.0, end - newton - passes)
+    waits = max(0.0, clock.now[alike] - newton - passes)
     # Of the rank's busiest link, without hidden returns.
     traffic = [
-        in_bytes(phase, share.wire_bytes)
+        (phase, share.wire_bytes)
         for share in shares
         for phase in share.totals.phases[: share.totals.hops if share.round >= first_late else None]
     ]
-    total = LinkTraffic(*map(sum, zip(NO_TRAFFIC, *traffic, strict=True)))
     operators = STEP_OPERATORS + sum(_operators(share, costs.elementwise, shapes) for share in shares)
     collectives = sum(share.totals.collectives for share in shares)
     host = costs.machine.host_seconds(operators, entries, collectives)
-    link = link_seconds(total, 1, costs.machine)
-    return RankTime(rank, newton, passes, waits, link, host, operators)
+    return RankTime(0, newton, passes, waits, link_seconds(traffic, costs.machine), host, operators)
 
 
 def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
@@ -287,8 +223,5 @@ def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:
-    kinds = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
-    examples = {(matrix.work, min(matrix.rows, matrix.cols)): matrix for matrix in plan.matrices}
-    alone = {kind: costs.alone(matrix) for kind, matrix in examples.items()}
-    mean = sum(count * alone[kind] for kind, count in kinds.items()) / max(1, ranks)
-    return max([mean, *alone.values()])
+    alone = Counter(map(costs.alone, plan.matrices))
+    return max([sum(seconds * count for seconds, count in alone.items()) / max(1, ranks), *alone])

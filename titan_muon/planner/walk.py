@@ -5,8 +5,9 @@ The search, the timeline, the summary and the forecast of memory read its result
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket, Matrix, Plan
@@ -20,6 +21,7 @@ from .machine import BATCH_OPERATORS, FUSED_BATCH_OPERATORS, MachineRates
 LOCAL = -1
 """Bucket and round of local matrices."""
 
+T = TypeVar("T")
 
 NORMALIZING_BYTES = 10
 """Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
@@ -30,20 +32,13 @@ def copied_bytes(wire_bytes: int) -> int:
     return 2 * 2 * wire_bytes + NORMALIZING_BYTES
 
 
-def in_bytes(traffic: LinkTraffic, element_bytes: int) -> LinkTraffic:
-    """The traffic in bytes."""
-    sent = element_bytes * traffic.sent_near, element_bytes * traffic.sent_far
-    received = element_bytes * traffic.received_near, element_bytes * traffic.received_far
-    return LinkTraffic(*sent, *received, traffic.near_peers, traffic.far_peers)
-
-
-def link_seconds(traffic: LinkTraffic, element_bytes: int, machine: MachineRates) -> float:
-    """Seconds of a rank's links in a collective."""
+def link_seconds(traffic: Sequence[tuple[LinkTraffic, int]], machine: MachineRates) -> float:
+    """Seconds of a rank's links in collectives, with the bytes of an element of each."""
     # Both links run concurrently, in both directions.
-    near, far = max(traffic.sent_near, traffic.received_near), max(traffic.sent_far, traffic.received_far)
+    sent_near, sent_far, near, far = (sum(size * part[side] for part, size in traffic) for side in range(4))
     return max(
-        machine.node.seconds(near * element_bytes, traffic.near_peers),
-        machine.network.seconds(far * element_bytes, traffic.far_peers),
+        machine.node.seconds(max(sent_near, near), sum(part.near_peers for part, _ in traffic)),
+        machine.network.seconds(max(sent_far, far), sum(part.far_peers for part, _ in traffic)),
     )
 
 
@@ -75,11 +70,6 @@ class Costs:
         self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnedCost] = {}
 
-    @classmethod
-    def from_plan(cls, plan: Plan, machine: MachineRates) -> Costs:
-        pieces = Pieces.from_plan(plan, plan.ranks_per_node if plan.ranks_per_node else machine.ranks_per_node)
-        return cls(pieces, plan.works, machine, plan.passes)
-
     def owned(self, counts: KindCounts) -> OwnedCost:
         # Cached, because most ranks have equal counts.
         if counts not in self._owned:
@@ -93,6 +83,11 @@ class Costs:
             for rank in ranks:
                 by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
         return [self.owned(tuple(sorted(kinds.items()))) for kinds in by_kind.values()]
+
+    def latency(self, group: Ranks) -> float:
+        """Seconds of an empty collective."""
+        across = self.pieces.node(group[0]) != self.pieces.node(group[-1])
+        return (self.machine.network if across else self.machine.node).latency
 
     def pack_seconds(self, elements: int, calls: int = 1) -> float:
         moved = self.elementwise.traffic
@@ -212,27 +207,36 @@ class PlanCost:
     def __init__(self, buckets: Sequence[Bucket], local: Sequence[OwnedCost], costs: Costs) -> None:
         self.costs, self.ranks = costs, costs.pieces.ranks()
         self.rounds = max((bucket.round for bucket in buckets), default=LOCAL) + 1
-        place = {rank: index for index, rank in enumerate(self.ranks)}
-        parts = [_bucket_shares(bucket, costs) for bucket in buckets]
-        at_home = {owned: _local_share(owned, costs) for owned in local}
-        numbers = {owned: number for number, owned in enumerate(at_home)}
-        keys: list[list[tuple[int, int]]] = [[(LOCAL, numbers[owned])] for owned in local]
-        for index, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
-            for rank, number in zip(bucket.group, part.numbers, strict=True):
-                keys[place[rank]].append((index, number))
+        shares, keys = list[Share](), {rank: list[tuple[int, int]]() for rank in self.ranks}
+
+        def share_out(index: int, by_rank: Iterable[tuple[int, T]], make: Callable[[T], Share]) -> None:
+            known: dict[T, int] = {}
+            for rank, cost in by_rank:
+                number = known.setdefault(cost, len(shares))
+                if number == len(shares):
+                    shares.append(make(cost))
+                keys[rank].append((index, number))
+
+        share_out(LOCAL, zip(self.ranks, local, strict=True), partial(_local_share, costs))
+        for index, bucket in enumerate(buckets):
+            totals = PATTERNS[bucket.exchange].totals(bucket, costs.pieces)
+            share_out(index, totals.items(), partial(_share, costs, bucket))
         classes: dict[tuple[tuple[int, int], ...], int] = {}
-        self.class_of = [classes.setdefault(tuple(key), len(classes)) for key in keys]
-        shares = {LOCAL: list(at_home.values())} | {index: part.shares for index, part in enumerate(parts)}
-        self.by_class = [[shares[index][number] for index, number in key] for key in classes]
-        self.buckets = []
-        for bucket, part in zip(buckets, parts, strict=True):
-            members = dict(zip((self.class_of[place[rank]] for rank in bucket.group), part.numbers, strict=True))
-            in_classes = tuple(part.shares[number] for number in members.values())
-            self.buckets.append(BucketCost(tuple(members), bucket.round, in_classes, part.latency))
+        self.class_of = [classes.setdefault(tuple(key), len(classes)) for key in keys.values()]
+        self.by_class = [[shares[number] for _, number in key] for key in classes]
+        members = [dict[int, Share]() for _ in buckets]
+        for alike, key in enumerate(classes):
+            for index, number in key[1:]:
+                members[index][alike] = shares[number]
+        self.buckets = [
+            BucketCost(tuple(of_bucket), bucket.round, tuple(of_bucket.values()), costs.latency(bucket.group))
+            for bucket, of_bucket in zip(buckets, members, strict=True)
+        ]
 
     @classmethod
     def from_plan(cls, plan: Plan, machine: MachineRates) -> PlanCost:
-        costs = Costs.from_plan(plan, machine)
+        pieces = Pieces.from_plan(plan, plan.ranks_per_node if plan.ranks_per_node else machine.ranks_per_node)
+        costs = Costs(pieces, plan.works, machine, plan.passes)
         return cls(plan.buckets, costs.local(plan.local), costs)
 
     def busiest(self) -> float:
@@ -244,7 +248,7 @@ class PlanCost:
         return [_step_bytes(shares, buffer_sets, self.costs) for shares in self.by_class]
 
 
-def _local_share(owned: OwnedCost, costs: Costs) -> Share:
+def _local_share(costs: Costs, owned: OwnedCost) -> Share:
     # Local matrices are updated batch by batch, and nothing is sent.
     normalizing = costs.machine.pass_seconds(owned.elements * NORMALIZING_BYTES)
     return Share(
@@ -257,44 +261,26 @@ def _local_share(owned: OwnedCost, costs: Costs) -> Share:
     )
 
 
-class BucketShares(NamedTuple):
-    """The different shares of a bucket, and the number of each rank's share, in the order of the group."""
-
-    numbers: list[int]
-    shares: list[Share]
-    latency: float
-
-
-def _bucket_shares(bucket: Bucket, costs: Costs) -> BucketShares:
-    pieces, machine, wire_bytes = costs.pieces, costs.machine, costs.wire_bytes(bucket.matrices[0])
-    totals = PATTERNS[bucket.exchange].totals(bucket, pieces)
-    across = len({pieces.node(rank) for rank in bucket.group}) > 1
-    latency = machine.network.latency if across else machine.node.latency
-    known: dict[BucketTotals, int] = {}
-    numbers = [known.setdefault(totals[rank], len(known)) for rank in bucket.group]
-    shares = []
-    for mine in known:
-        owned = costs.owned(mine.owned)
-        links = [link_seconds(traffic, wire_bytes, machine) for traffic in mine.phases]
-        # Phases follow each other. The first has its latency in `BucketCost.latency`.
-        gather, back = (
-            sum(part) + (latency * (len(part) - 1) if any(part) else 0.0)
-            for part in (links[: mine.hops], links[mine.hops :])
-        )
-        shares.append(
-            Share(
-                round=bucket.round,
-                totals=mine,
-                owned=owned,
-                pack=costs.pack_seconds(mine.stored),
-                copies=machine.pass_seconds(owned.elements * copied_bytes(wire_bytes)),
-                apply=costs.apply_seconds(mine.stored),
-                gather=gather,
-                back=back,
-                wire_bytes=wire_bytes,
-            )
-        )
-    return BucketShares(numbers, shares, latency)
+def _share(costs: Costs, bucket: Bucket, totals: BucketTotals) -> Share:
+    owned, latency = costs.owned(totals.owned), costs.latency(bucket.group)
+    wire_bytes = costs.wire_bytes(bucket.matrices[0])
+    links = [link_seconds([(traffic, wire_bytes)], costs.machine) for traffic in totals.phases]
+    # Phases follow each other. The first has its latency in `BucketCost.latency`.
+    gather, back = (
+        sum(part) + (latency * (len(part) - 1) if any(part) else 0.0)
+        for part in (links[: totals.hops], links[totals.hops :])
+    )
+    return Share(
+        round=bucket.round,
+        totals=totals,
+        owned=owned,
+        pack=costs.pack_seconds(totals.stored),
+        copies=costs.machine.pass_seconds(owned.elements * copied_bytes(wire_bytes)),
+        apply=costs.apply_seconds(totals.stored),
+        gather=gather,
+        back=back,
+        wire_bytes=wire_bytes,
+    )
 
 
 def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:
@@ -307,6 +293,5 @@ def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> Step
         min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
     )
     return StepBytes(
-        buffers=buffer_bytes(buckets, buffer_sets),
-        work=max(share.owned.assembled for share in shares) + temporary,
+        buffers=buffer_bytes(buckets, buffer_sets), work=max(share.owned.assembled for share in shares) + temporary
     )

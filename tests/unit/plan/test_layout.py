@@ -128,7 +128,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
     elements = geometry.elements(index)
     assert bool(assembly.local) != bool(assembly.groups), "a matrix is at home or travels"
     assert set(assembly.local) <= set(elements)
-    assert all(elements[rank] == geometry.numel(index) for rank in assembly.local)
+    assert all(elements[rank] == prod(geometry.shape(index)) for rank in assembly.local)
     for group in assembly.groups:
         assert list(group) == sorted(set(group))
         assert set(group) <= set(geometry.layout.mesh.ranks)
@@ -137,7 +137,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
         for rank in set(group) & set(elements):
             copy = geometry.replica[rank]
             held[copy] = held.get(copy, 0) + elements[rank]
-        assert set(held.values()) == {geometry.numel(index)}, "every copy of the matrix is whole within the group"
+        assert set(held.values()) == {prod(geometry.shape(index))}, "every copy of the matrix is whole within the group"
         assert split or len(held) == 1, "without a split each copy has a group of its own"
     taking_part = [rank for group in assembly.groups for rank in group]
     assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of, ranks_of, work
+from titan_muon.engine.layout.intervals import Geometries
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.layout.work import Work, standard_flops
 from titan_muon.engine.planning import OwnerOf, Task
@@ -22,6 +23,7 @@ from titan_muon.planner.owners import (
     balanced,
     momentum_ranks,
     state_elements,
+    state_totals,
     with_state_ranks,
 )
 from titan_muon.planner.ownership import OwnedItem, Ownership, assign_owners
@@ -213,6 +215,17 @@ def kept_on_owners(parameters: list[Parameter]) -> Plan:
     return make_plan(with_state_ranks(parameters, OWNER, work, {}), work, OWNER)
 
 
+def held_by_ranks(plan: Plan) -> dict[int, dict[int, int]]:
+    """Elements of momentum by rank and parameter; the sums are those of the summary."""
+    placed, geometries = list(enumerate(plan.parameters)), Geometries(plan.parameters)
+    held = {
+        rank: {n: state_elements(p, geometries[n], rank) for n, p in placed if rank in p.layout.mesh.ranks}
+        for rank in ranks_of(plan)
+    }
+    assert state_totals(plan, geometries) == Counter({rank: sum(mine.values()) for rank, mine in held.items()})
+    return held
+
+
 def advanced(plan: Plan, rank: int) -> Counter[int]:
     """Elements of momentum advanced by a rank in a step, by parameter: the packed elements under `state = "owner"`."""
     program, elements = make_program(plan, rank), Counter[int]()
@@ -228,7 +241,7 @@ def advanced(plan: Plan, rank: int) -> Counter[int]:
 @given(parameter_lists())
 def test_every_momentum_is_kept_once_on_the_advancing_rank(parameters: list[Parameter]) -> None:
     plan = kept_on_owners([entry for entry in parameters if not entry.separate])
-    kept, total = state_elements(plan), Counter[int]()
+    kept, total = held_by_ranks(plan), Counter[int]()
     for rank in ranks_of(plan):
         assert advanced(plan, rank) == +Counter(kept[rank])
         total.update(kept[rank])
@@ -243,14 +256,14 @@ def test_every_momentum_is_kept_once_on_the_advancing_rank(parameters: list[Para
 )
 def test_momentum_is_divided_evenly(placed: tuple[Any, ...], shapes: list[tuple[int, int]], uneven: float) -> None:
     plan = kept_on_owners([parameter_of(f"layers.{i}.w", shape, *placed) for i, shape in enumerate(shapes)])
-    held = [sum(elements.values()) for elements in state_elements(plan).values()]
+    held = [sum(elements.values()) for elements in held_by_ranks(plan).values()]
     assert max(held) <= uneven * sum(held) / 4
 
 
 @pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (10, [3, 3, 3, 1]), (5, [2, 2, 1]), (2, [1, 1])])
 def test_a_stack_is_kept_in_chunks_of_whole_experts_on_the_owners(experts: int, parts: list[int]) -> None:
     plan = kept_on_owners([parameter_of("experts", (experts, 4, 6), *DDP)])
-    ranks, kept = plan.parameters[0].state_ranks, state_elements(plan)
+    ranks, kept = plan.parameters[0].state_ranks, held_by_ranks(plan)
     assert len(set(ranks)) == len(parts)
     assert [kept[rank][0] // 24 for rank in ranks] == parts
     owners = [momentum_ranks(plan.parameters[0], expert) for expert in range(experts)]
@@ -269,4 +282,4 @@ def test_keepers_stay_when_the_step_is_planned_again() -> None:
 def test_a_rank_keeps_the_momentum_of_rank_specific_matrices() -> None:
     plan = kept_on_owners([parameter_of("own", (8, 8), DDP[0], Separate()), parameter_of("copy", (8, 8), *DDP)])
     assert plan.parameters[0].state_ranks == ()
-    assert [held[0] for held in state_elements(plan).values()] == [64] * 4
+    assert [held[0] for held in held_by_ranks(plan).values()] == [64] * 4

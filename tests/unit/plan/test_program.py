@@ -211,10 +211,10 @@ class Rank:
         home, passed = buffers.home[phase.kept :], buffers.passed
         if (hop := phase.hop) is not None:
             sides = {
-                "home": (home, hop.home_splits),
+                "home": (home, phase.home_splits),
                 "arriving": (passed.arriving, hop.arriving_splits),
                 "departing": (passed.departing, hop.departing_splits),
-                "owned": (buffers.results if which == RETURN else buffers.inbox, hop.owned_splits),
+                "owned": (buffers.results if which == RETURN else buffers.inbox, phase.owned_splits),
             }
             groups = {"home": hop.rail, "departing": hop.node, "owned": hop.node, "arriving": hop.rail}
             return [

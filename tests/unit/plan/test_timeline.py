@@ -24,7 +24,7 @@ from titan_muon.planner.machine import (
 )
 from titan_muon.planner.search import CandidatePlan
 from titan_muon.planner.timeline import timeline
-from titan_muon.planner.walk import Costs
+from titan_muon.planner.walk import PlanCost
 
 # A single resource takes time, so that expected times are simple.
 FREE = MachineRates(
@@ -109,7 +109,7 @@ def four_rounds() -> tuple[Plan, MachineRates]:
 def test_no_wait_is_negative_and_no_step_beats_the_lower_bounds(plan: Plan) -> None:
     """For any buckets, owners and rounds."""
     for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
-        costs, took = Costs.from_plan(plan, machine), seconds(plan, machine)
+        costs, took = PlanCost.from_plan(plan, machine).costs, seconds(plan, machine)
         least = least_whole(chains(plan.buckets, costs), [0.0] * len(costs.pieces.ranks()), 100 * took)
         assert took >= least * (1 - 1e-9)
         for overlap in get_args(Overlap):

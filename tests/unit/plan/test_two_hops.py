@@ -11,16 +11,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.bounds import least_seconds
 from tests.unit.plan.test_program import check_owners, check_step
 from tests.unit.plan.test_summary import counted
 from tests.unit.plans import examples, hopping, mesh_of, parameter_of, plan_of, recut
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Shard
-from titan_muon.engine.program.phases import Hop
+from titan_muon.engine.program.phases import Phase
 from titan_muon.engine.program.program import make_program
 from titan_muon.engine.program.two_hops import owning_ranks
 from titan_muon.engine.tensors.process_groups import check_node
 from titan_muon.planner.machine import MACHINES
 from titan_muon.planner.summary import summarize
+from titan_muon.planner.timeline import timeline
 from titan_muon.planner.walk import PlanCost
 
 CAUSES = {
@@ -48,11 +50,11 @@ def hopping_plans(draw: st.DrawFn) -> Plan:
     return hopping(per_node)(replace(plan, buckets=tuple(buckets)))
 
 
-def hops_of(plan: Plan) -> dict[int, list[Hop]]:
-    """The hops of each bucket, by rank."""
+def hops_of(plan: Plan) -> dict[int, list[Phase]]:
+    """The gather of each bucket in hops, by rank."""
     ranks = plan.parameters[0].layout.mesh.ranks
     runs = {rank: make_program(plan, rank).buckets for rank in ranks}
-    return {rank: [run.gathering.hop for run in runs[rank] if run.gathering.hop is not None] for rank in ranks}
+    return {rank: [run.gathering for run in runs[rank] if run.gathering.hop is not None] for rank in ranks}
 
 
 @examples(40)
@@ -61,14 +63,18 @@ def test_matrices_hop_whole_by_the_planned_bytes_and_peers(plan: Plan) -> None:
     hops = hops_of(plan)
     assert all(len(of_rank) == len(plan.buckets) for of_rank in hops.values())
     check_owners(check_step(plan))
-    cost = PlanCost.from_plan(plan, MACHINES["h100x8"])
+    machine = MACHINES["h100x8"]
+    cost, played = PlanCost.from_plan(plan, machine), timeline(plan, machine)
+    assert played.last.seconds >= least_seconds(plan, machine, played) * (1 - 1e-9)
     for (rank, of_rank), alike, planned in zip(hops.items(), cost.class_of, summarize(plan).ranks, strict=True):
         assert planned == counted(plan, rank)
         nodes = -(-len(hops) // plan.ranks_per_node)
-        for hop, share in zip(of_rank, cost.by_class[alike][1:], strict=True):
+        for phase, share in zip(of_rank, cost.by_class[alike][1:], strict=True):
+            hop = phase.hop
+            assert hop is not None
             ends = (
-                (hop.rail, hop.home_splits, hop.arriving_splits),
-                (hop.node, hop.departing_splits, hop.owned_splits),
+                (hop.rail, phase.home_splits, hop.arriving_splits),
+                (hop.node, hop.departing_splits, phase.owned_splits),
             )
             rail, node = (
                 max(
@@ -76,9 +82,9 @@ def test_matrices_hop_whole_by_the_planned_bytes_and_peers(plan: Plan) -> None:
                 )
                 for peers, *both in ends
             )
-            assert share.totals.phases[1].near_peers == node <= plan.ranks_per_node - 1
             # The first hop counts as that of the node's slowest rank.
             assert nodes - 1 >= share.totals.phases[0].far_peers >= rail
+            assert plan.ranks_per_node - 1 >= share.totals.phases[1].near_peers >= node
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -132,3 +138,16 @@ def test_a_rank_at_another_place_of_its_node_is_refused(
         else:
             with pytest.raises(ValueError, match=r"number \d of 4; torchrun .* machine.ranks_per_node"):
                 check_node(4, rank)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1024, 8), (1024, 64), (1024, 72), (1152, 72)])
+def test_a_rank_has_at_most_a_peer_a_node_on_its_rail_and_the_ranks_of_its_node(ranks: int, per_node: int) -> None:
+    """Nodes of 8, and racks of 64 and of 72, of which 1,024 ranks fill 14 and a part."""
+    machine = replace(MACHINES["h100x8"], ranks_per_node=per_node)
+    plan = plan_of(sharded([(4096, 512)] * 40, ranks), machine, exchange="two_hops")
+    assert {bucket.exchange for bucket in plan.buckets} == {"two_hops"}
+    for shares in PlanCost.from_plan(plan, machine).by_class:
+        for over_rail, in_node, *_ in (share.totals.phases for share in shares[1:]):
+            assert (over_rail.near_peers, in_node.far_peers) == (0, 0)
+            assert over_rail.far_peers <= -(-ranks // per_node) - 1
+            assert in_node.near_peers <= per_node - 1

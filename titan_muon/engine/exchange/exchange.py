@@ -6,8 +6,9 @@ An exchange gathers sharded matrices at the owners and returns the results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..layout.intervals import Span, spans
 from ..layout.types import Plan
-from ..program.phases import BucketProgram, Collective, Hop, Parcel, Phase, aligned
+from ..program.phases import BucketProgram, Collective, Parcel, Phase, aligned
 from ..program.program import Program
 from ..tensors.dtensor import is_host
 from .agreement import Agreement
@@ -174,8 +175,10 @@ def _in_block(run: BucketProgram, rank: int, block: Tensor, parts: Iterable[Tens
     sources, cleared = _by_matrix(run, gathering, inbox, home, rank), outbox if summed else None
     passed = None
     if hop is not None:
-        arrived = [arriving[start : start + numel] for start, _, numel in hop.copies]
-        passed = PassedOn(arriving, departing, arrived, [departing[at : at + numel] for _, at, numel in hop.copies])
+        # Parts arrive by node, and depart by owner.
+        width, by_node = len(hop.node), arriving.split(list(chain(*hop.passed)))
+        arrived = [part for owner in range(width) for part in by_node[owner::width] if part.numel()]
+        passed = PassedOn(arriving, departing, arrived, list(departing.split([part.numel() for part in arrived])))
     return BucketBuffers(block, home, inbox, results, shared, stored, packed, sources, targets, cleared, passed)
 
 
@@ -221,15 +224,16 @@ def wire_dtypes(plan: Plan, program: Program) -> tuple[torch.dtype, ...]:
 
 def _numels(run: BucketProgram) -> tuple[int, ...]:
     """Elements of the buffers of a set."""
-    returned, spread = run.returning, run.replica_gather
+    returned, spread, hop = run.returning, run.replica_gather, run.gathering.hop
+    passed = 0 if hop is None else sum(hop.arriving_splits)
     return (
         max(phase.home_numel for phase in (run.gathering, returned) if phase is not None),
         run.gathering.owned_numel,
         # A mirrored return overwrites the received pieces: no second buffer.
         0 if returned is None or run.mirrored else returned.owned_numel,
         0 if spread is None else spread.owned_numel,
-        run.gathering.passed,
-        run.gathering.passed,
+        passed,
+        passed,
     )
 
 
@@ -327,8 +331,9 @@ class Exchange:
     def __init__(self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement) -> None:
         self._runs, self.collectives = program.buckets, collectives
         self._buffers = {index: bucket for index, bucket in enumerate(buffers.buckets) if bucket is not None}
-        groups = (ranks for run in self._runs for phase in run.phases[:2] if phase.travels for ranks in phase.groups)
-        self._groups = {ranks: agreement.group(ranks) for ranks in groups}
+        phases = [phase for run in self._runs for phase in run.phases[:2] if phase.travels]
+        groups = [(p.group,) if p.hop is None else (p.hop.rail, p.hop.node) for p in phases]
+        self._groups = {ranks: agreement.group(ranks) for ranks in chain(*groups)}
         gathers = [run.replica_gather for run in self._runs if run.replica_gather is not None]
         self._replica_groups = {phase.group: agreement.group(phase.group) for phase in gathers if phase.travels}
         self._module: Any = torch.get_device_module(buffers.device)
@@ -360,15 +365,11 @@ class Exchange:
         if not phase.travels:
             return
         buffers = self._buffers[index]
-        if phase.hop is not None:
-            works = self._gather_in_hops(phase.hop, buffers.home[phase.kept :], buffers)
-        elif phase.collective is Collective.ALL_TO_ALL:
-            sent, group = buffers.home[phase.kept :], self._groups[phase.group]
-            works = self.collectives.all_to_all(buffers.inbox, phase.owned_splits, sent, phase.home_splits, group)
+        if phase.collective is Collective.ALL_TO_ALL:
+            self._pending[index] = self._send(phase, buffers, buffers.inbox)
         else:
             sent, group = buffers.home[: phase.home_numel], self._groups[phase.group]
-            works = self.collectives.all_gather(buffers.inbox, phase.owned_splits, sent, group)
-        self._pending[index] = works
+            self._pending[index] = self.collectives.all_gather(buffers.inbox, phase.owned_splits, sent, group)
 
     def return_results(self, index: int) -> None:
         """Start to send the results of a bucket to the holders."""
@@ -376,13 +377,8 @@ class Exchange:
         phase, works = run.returning, list[dist.Work]()
         if phase is not None and phase.travels:
             buffers = self._buffers[index]
-            if phase.hop is not None:
-                works = self._return_in_hops(phase.hop, buffers.home[phase.kept :], buffers)
-            elif phase.collective is Collective.ALL_TO_ALL:
-                received, group = buffers.home[phase.kept :], self._groups[phase.group]
-                works = self.collectives.all_to_all(
-                    received, phase.home_splits, buffers.results, phase.owned_splits, group
-                )
+            if phase.collective is Collective.ALL_TO_ALL:
+                works = self._send(phase, buffers, buffers.results, back=True)
             else:
                 received, group = buffers.home[: phase.home_numel], self._groups[phase.group]
                 works = self.collectives.reduce_scatter(received, phase.owned_splits, buffers.results, group)
@@ -391,27 +387,24 @@ class Exchange:
         if works:
             self._pending[index] = works
 
-    def _gather_in_hops(self, hop: Hop, home: Tensor, buffers: BucketBuffers) -> list[dist.Work]:
-        passed, rail, node = buffers.passed, self._groups[hop.rail], self._groups[hop.node]
-        assert passed is not None, "a phase with hops has their buffers"
-        works = self.collectives.all_to_all(passed.arriving, hop.arriving_splits, home, hop.home_splits, rail)
-        with self._behind(works):
-            if passed.arrived:
-                torch._foreach_copy_(passed.leaving, passed.arrived)
-            return self.collectives.all_to_all(
-                buffers.inbox, hop.owned_splits, passed.departing, hop.departing_splits, node
-            )
-
-    def _return_in_hops(self, hop: Hop, home: Tensor, buffers: BucketBuffers) -> list[dist.Work]:
-        passed, rail, node = buffers.passed, self._groups[hop.rail], self._groups[hop.node]
-        assert passed is not None, "a phase with hops has their buffers"
-        works = self.collectives.all_to_all(
-            passed.departing, hop.departing_splits, buffers.results, hop.owned_splits, node
-        )
-        with self._behind(works):
-            if passed.arrived:
-                torch._foreach_copy_(passed.arrived, passed.leaving)
-            return self.collectives.all_to_all(home, hop.home_splits, passed.arriving, hop.arriving_splits, rail)
+    def _send(self, phase: Phase, buffers: BucketBuffers, owned: Tensor, *, back: bool = False) -> list[dist.Work]:
+        """Start the all-to-all, or the all-to-alls of two hops, from the holders to the owners; or `back`."""
+        home, hop, passed = (buffers.home[phase.kept :], phase.home_splits), phase.hop, buffers.passed
+        legs = [(home, (owned, phase.owned_splits), phase.group)]
+        if hop is not None and passed is not None:
+            legs = [
+                (home, (passed.arriving, hop.arriving_splits), hop.rail),
+                ((passed.departing, hop.departing_splits), (owned, phase.owned_splits), hop.node),
+            ]
+        works = list[dist.Work]()
+        for number, (source, target, ranks) in enumerate(reversed(legs) if back else legs):
+            source, target = (target, source) if back else (source, target)
+            with self._behind(works) if number else nullcontext():
+                if number and passed is not None and passed.arrived:
+                    ends = (passed.arrived, passed.leaving) if back else (passed.leaving, passed.arrived)
+                    torch._foreach_copy_(*ends)
+                works = self.collectives.all_to_all(*target, *source, self._groups[ranks])
+        return works
 
     def _spread(self, phase: Phase, buffers: BucketBuffers, before: Sequence[dist.Work]) -> list[dist.Work]:
         with self._behind(before):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
+from operator import mul
 
 from .types import Cut, Interval, Layout, Matrix, MatrixStack, Parameter, Piece, Plan, Segment, Separate, Shard
 
@@ -51,12 +50,7 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
     # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
-        start, stop = chunk(length, count, index)
-        # Nearly always, for thousands of ranks.
-        if len(intervals) == 1:
-            low = intervals[0].start
-            return (Interval(low + start, low + stop),) if start < stop else ()
-        return cut_out(intervals, start, stop)
+        return cut_out(intervals, *chunk(length, count, index))
     kept: list[Interval] = []
     for part in range(placement.split_factor):
         outer = chunk(length, placement.split_factor, part)
@@ -72,22 +66,16 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
 
 def regions(layout: Layout) -> dict[int, tuple[Intervals, ...]]:
     """The region of each rank."""
+    along = cache(partial(_stored_along, layout))
     # Ranks with equal coordinates on the axes that cut a dim store the same of it.
-    axes: list[list[int]] = [[] for _ in layout.shape]
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Cut):
-            axes[placement.dim].append(axis)
-    if layout.rows:
-        axes[0] = list(range(len(layout.mesh.shape)))
-    known: dict[tuple[int, ...], Intervals] = {}
-    result = {}
-    for rank, coordinate in layout.mesh.coordinates.items():
-        keys = [(dim, *[coordinate[axis] for axis in cutting]) for dim, cutting in enumerate(axes)]
-        for key in keys:
-            if key not in known:
-                known[key] = _stored_along(layout, key[0], coordinate)
-        result[rank] = tuple([known[key] for key in keys])
-    return result
+    cutting = [
+        [bool(layout.rows and dim == 0) or (isinstance(p, Cut) and p.dim == dim) for p in layout.placements]
+        for dim in range(len(layout.shape))
+    ]
+    return {
+        rank: tuple([along(dim, tuple(map(mul, coordinate, axes))) for dim, axes in enumerate(cutting)])
+        for rank, coordinate in layout.mesh.coordinates.items()
+    }
 
 
 def _stored_along(layout: Layout, dim: int, coordinate: Sequence[int]) -> Intervals:
@@ -263,9 +251,6 @@ class Geometry:
     def shape(self, index: int) -> tuple[int, int]:
         return self.stack.matrices[index].shape(self.col_count)
 
-    def numel(self, index: int) -> int:
-        return prod(self.shape(index))
-
     def by_replica(self, ranks: Iterable[int], *, joined: bool = False) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica among `ranks`, in their order; with `joined`, of all replicas of each tensor."""
         coordinates = self.tensor if joined else self.replica
@@ -278,24 +263,22 @@ class Geometry:
         """Elements of a matrix, by rank with any."""
         if not self._elements:
             self._elements = [{} for _ in self.stack.matrices]
-            numels = self._numels_of_blocks if self.stack.is_in_blocks(self.layout.shape) else self._numels_of_pieces
+            in_blocks = self.stack.is_in_blocks(self.layout.shape)
             for rank in self._regions:
-                for number, numel in numels(rank):
+                for number, numel in self._numels_of_blocks(rank) if in_blocks else self._numels(rank):
                     self._elements[number][rank] = numel
         return self._elements[index]
 
-    def _numels_of_pieces(self, rank: int) -> Iterable[tuple[int, int]]:
+    def _numels(self, rank: int) -> Iterable[tuple[int, int]]:
         # Without `pieces`, which would keep the pieces of all ranks.
         return ((number, piece.numel) for number, piece in self._pieces_of(rank).items())
 
     def _numels_of_blocks(self, rank: int) -> Iterable[tuple[int, int]]:
         # Thousands of ranks with hundreds of experts: no need to look for the pieces.
-        shape = self.local_shape(rank)
-        if not (numel := prod(shape)):
-            return ()
+        numel, (rows, *_) = prod(shape := self.local_shape(rank)), self._regions[rank]
         if self.stack.row_dims == 1:
-            return ((0, numel),)
-        return ((n, numel // shape[0]) for start, stop in self._regions[rank][0] for n in range(start, stop))
+            return ((0, numel),) if numel else ()
+        return ((n, numel // shape[0]) for start, stop in rows for n in range(start, stop) if numel)
 
 
 class Geometries:
@@ -317,17 +300,35 @@ class Geometries:
 
 
 Ranks = tuple[int, ...]
-Key = Callable[[int], Hashable]
-"""The key of a rank: only ranks with equal keys exchange a matrix."""
-Place = tuple[Hashable, int | None]
-"""A key and a node, or all nodes (None)."""
 
 
-class HoldersByKey(NamedTuple):
-    """Elements of a kind's matrices, and ranks with any, at each place."""
+class Amounts:
+    """Amounts by rank, with sums: the elements of holders, or the matrices of owners.
 
-    elements: Counter[Place]
-    ranks: Counter[Place]
+    `replica`: of each rank, if ranks of other replicas do not count.
+    """
+
+    def __init__(
+        self, by_rank: Mapping[int, int], ranks_per_node: int, replica: Mapping[int, Hashable] | None = None
+    ) -> None:
+        self.by_rank, self._ranks_per_node, self._replica = by_rank, ranks_per_node, replica
+        self._at: dict[Hashable, tuple[int, int]] = {}
+        for rank, amount in by_rank.items():
+            for place in self._places(rank):
+                total, ranks = self._at.get(place, (0, 0))
+                self._at[place] = total + amount, ranks + 1
+
+    def like(self, by_rank: Mapping[int, int]) -> Amounts:
+        """Other amounts on the same nodes and replicas."""
+        return Amounts(by_rank, self._ranks_per_node, self._replica)
+
+    def around(self, rank: int) -> list[tuple[int, int]]:
+        """(sum, number of ranks) everywhere, and on the node of a rank."""
+        return [self._at.get(place, (0, 0)) for place in self._places(rank)]
+
+    def _places(self, rank: int) -> tuple[Hashable, Hashable]:
+        key = None if self._replica is None else self._replica[rank]
+        return key, (key, rank // self._ranks_per_node if self._ranks_per_node else 0)
 
 
 class Pieces:
@@ -344,8 +345,7 @@ class Pieces:
         self.ranks_per_node = ranks_per_node
         self.geometries = geometries
         self.kinds, self.examples = _kinds(matrices, geometries)
-        self._holders: dict[tuple[int, Ranks], dict[int, int]] = {}
-        self._by_key: dict[tuple[int, Ranks, Hashable], HoldersByKey] = {}
+        self._elements: dict[tuple[int, Ranks, bool], Amounts] = {}
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
         self._nodes: dict[tuple[tuple[int, ...], Ranks], list[tuple[list[int], list[int]]]] = {}
 
@@ -381,27 +381,18 @@ class Pieces:
 
     def holders(self, kind: int, group: Ranks) -> Mapping[int, int]:
         """Elements of a matrix of the kind, by rank of the group with any."""
-        if (kind, group) not in self._holders:
-            example, members = self.examples[kind], frozenset(group)
-            stored = self.geometry(example).elements(self.matrices[example].index)
-            self._holders[kind, group] = {rank: size for rank, size in stored.items() if rank in members}
-        return self._holders[kind, group]
+        return self.elements(kind, group).by_rank
 
-    def places(self, rank: int, key: Key) -> tuple[Place, Place]:
-        """The place of a rank in all nodes, and in its node."""
-        return (key(rank), None), (key(rank), self.node(rank))
-
-    def by_key(self, kind: int, group: Ranks, name: Hashable, key: Key) -> HoldersByKey:
-        """The holders by the key with this name."""
+    def elements(self, kind: int, group: Ranks, *, by_replica: bool = False) -> Amounts:
+        """The holders of a matrix of the kind, with sums; with `by_replica` of each replica."""
         # Kept, because a search deals the same matrices hundreds of times.
-        if (kind, group, name) not in self._by_key:
-            elements, ranks = dict[Place, int](), dict[Place, int]()
-            for rank, size in self.holders(kind, group).items():
-                for place in self.places(rank, key):
-                    elements[place] = elements.get(place, 0) + size
-                    ranks[place] = ranks.get(place, 0) + 1
-            self._by_key[kind, group, name] = HoldersByKey(Counter(elements), Counter(ranks))
-        return self._by_key[kind, group, name]
+        if (kind, group, by_replica) not in self._elements:
+            example, members = self.examples[kind], frozenset(group)
+            geometry, index = self.geometry(example), self.matrices[example].index
+            held = {rank: size for rank, size in geometry.elements(index).items() if rank in members}
+            amounts = Amounts(held, self.ranks_per_node, geometry.replica if by_replica else None)
+            self._elements[kind, group, by_replica] = amounts
+        return self._elements[kind, group, by_replica]
 
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
         """The ranks of each replica of a kind's matrices; equal positions store equal pieces."""

@@ -146,12 +146,10 @@ class MatrixStack:
 
     def is_in_blocks(self, shape: Sequence[int]) -> bool:
         """Whether the parameter is a matrix, or each index of dim 0 is."""
-        height = shape[0] if self.row_dims == 1 else prod(shape[1 : self.row_dims])
-        blocks = (Interval(number * height, (number + 1) * height) for number in range(len(self.matrices)))
-        matches = [
-            (m.rows, m.row_step, m.cols) == ((block,), 1, None) for m, block in zip(self.matrices, blocks, strict=True)
-        ]
-        return all(matches) and len(matches) * height == prod(shape[: self.row_dims])
+        count = 1 if self.row_dims == 1 else shape[0]
+        height = prod(shape[: self.row_dims]) // max(1, count)
+        blocks = [((Interval(number * height, (number + 1) * height),), 1, None) for number in range(count)]
+        return [(matrix.rows, matrix.row_step, matrix.cols) for matrix in self.matrices] == blocks
 
     @cached_property
     def interleaved(self) -> bool:

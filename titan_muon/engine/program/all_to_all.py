@@ -1,21 +1,17 @@
 """The all-to-all, and what every exchange pattern has: a rank's program of a bucket, and the cost on every rank."""
 
-# [Note: keys]
-# In each phase of an all-to-all, gather and return, each rank has a key. Two ranks exchange a matrix only if they have
-# the same key. Example: the gather key under HSDP is the replica number. The program follows the keys piece by piece.
-# Totals add up elements by key, in time holders plus owners instead of holders times owners, because programs of 1,024
-# ranks for each candidate would take minutes. tests/unit/plan/test_summary.py compares both. Ranks with equal pieces
-# and matrices on equal nodes have equal totals, counted on one of them: of 16,384 ranks some fifty differ.
+# Totals add up elements by place, in time holders plus owners instead of holders times owners, because programs of
+# 1,024 ranks for each candidate would take minutes. tests/unit/plan/test_summary.py compares both. Ranks with equal
+# pieces and matrices on equal nodes have equal totals, counted on one of them: of 16,384 ranks some fifty differ.
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..layout.intervals import Key, Pieces, Place, Ranks
+from ..layout.intervals import Amounts, Pieces, Ranks
 from ..layout.types import Bucket, Piece
 from .phases import BucketProgram, Collective, Phase, parcels, splits
 
@@ -27,7 +23,7 @@ KindCounts = tuple[tuple[int, int], ...]
 class LinkTraffic(NamedTuple):
     """Elements exchanged by a rank in a collective, within the node (near) and beyond (far).
 
-    `*_peers`: ranks with a message in either direction.
+    `*_peers`: ranks with a message in either direction. `kept`: elements for the rank itself.
     """
 
     sent_near: int
@@ -36,13 +32,19 @@ class LinkTraffic(NamedTuple):
     received_far: int
     near_peers: int = 0
     far_peers: int = 0
+    kept: int = 0
+
+    @property
+    def sent(self) -> int:
+        return self.sent_near + self.sent_far
+
+    @property
+    def received(self) -> int:
+        return self.received_near + self.received_far
 
     def reversed(self) -> LinkTraffic:
         """The traffic of the way back."""
         return LinkTraffic(*self[2:4], *self[:2], *self[4:])
-
-
-NO_TRAFFIC = LinkTraffic(0, 0, 0, 0)
 
 
 class BucketTotals(NamedTuple):
@@ -85,41 +87,44 @@ class Pattern(ABC):
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         """The cost on each rank of the group."""
 
-    def fallback(self, kinds: Iterable[int], group: Ranks, pieces: Pieces) -> str:
-        """What a bucket of these kinds has so that it goes by all_to_all; empty if nothing."""
+    def fallback(self, kind: int, group: Ranks, pieces: Pieces) -> str:
+        """What matrices of this kind have so that they go by all_to_all; empty if nothing."""
         return ""
 
-    def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        """The ranks of each gather and return, ascending."""
-        return (bucket.group,)
-
-    def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        """The ranks of each collective over replicas, ascending."""
-        return ()
+    def groups(self, bucket: Bucket, pieces: Pieces) -> tuple[Iterable[Ranks], Iterable[Ranks]]:
+        """The ranks of each gather and return, and of each collective over replicas, ascending."""
+        return (bucket.group,), ()
 
 
-@dataclass(slots=True)
-class _Flow:
-    """Elements of a rank in a phase of an all-to-all. Pairs: exchanged with all ranks, and within the node.
+class Flows:
+    """The elements that ranks send to owners. `kinds`: elements by holder and matrices by owner of each kind."""
 
-    Attributes:
-        home: of the rank's pieces, for other owners.
-        kept: of the rank's pieces, for the rank itself.
-        owned: of other ranks' pieces, for the matrices orthogonalized on this rank.
-        peers: ranks that exchange pieces with this rank.
-        places: of the last piece; pieces of a bucket nearly always share the key.
-    """
+    def __init__(self, kinds: Sequence[tuple[Amounts, Amounts]]) -> None:
+        self._kinds = kinds
+        # Kinds of a bucket nearly always have equal replicas.
+        owners = {owner: 1 for _, matrices in kinds for owner in matrices.by_rank}
+        self._owners = kinds[-1][1].like(owners) if kinds else Amounts({}, 0)
 
-    home: list[int] = field(default_factory=lambda: [0, 0])
-    owned: list[int] = field(default_factory=lambda: [0, 0])
-    peers: list[int] = field(default_factory=lambda: [0, 0])
-    kept: int = 0
-    places: Sequence[Place] = ()
+    @property
+    def travels(self) -> bool:
+        """Whether any owner lacks elements."""
+        kinds = ((elements, owner) for elements, matrices in self._kinds for owner in matrices.by_rank)
+        return any(elements.around(owner)[0][1] > (owner in elements.by_rank) for elements, owner in kinds)
 
-    def traffic(self, direction: int) -> LinkTraffic:
-        sides = [(near, total - near) for total, near in (self.home, self.owned)]
-        sent, received = sides if direction == GATHER else reversed(sides)
-        return LinkTraffic(*sent, *received, self.peers[1], self.peers[0] - self.peers[1])
+    def of_rank(self, rank: int) -> LinkTraffic:
+        sent, received, peers, kept = [0, 0], [0, 0], [0, 0], 0
+        for elements, matrices in self._kinds:
+            mine, own = elements.by_rank.get(rank, 0), matrices.by_rank.get(rank, 0)
+            kept += mine * own
+            around = zip(elements.around(rank), matrices.around(rank), strict=True) if mine or own else ()
+            for scope, ((stored, holders), (taken, _)) in enumerate(around):
+                sent[scope] += mine * (taken - own)
+                received[scope] += own * (stored - mine)
+                peers[scope] = max(peers[scope], holders - (mine > 0) if own else 0)
+        for scope, (_, count) in enumerate(self._owners.around(rank) if sent[0] + kept else ()):
+            peers[scope] = max(peers[scope], count - (rank in self._owners.by_rank))
+        sides = [(near, everywhere - near) for everywhere, near in (sent, received, peers)]
+        return LinkTraffic(*sides[0], *sides[1], *sides[2], kept)
 
 
 class AllToAll(Pattern):
@@ -127,30 +132,20 @@ class AllToAll(Pattern):
 
     name = "all_to_all"
 
-    def key(self, matrix: int, direction: int, pieces: Pieces) -> Key:
-        """The key of each rank, see [Note: keys]: gather from the owner's replica, return to all replicas."""
-        # The pieces of a single replica suffice, but without the result replicas would diverge.
-        return pieces.geometry(matrix).replica.__getitem__ if direction == GATHER else lambda rank: 0
-
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        owners = owners_by_kind(bucket, pieces)
-        travels = (_travels(self._flows(bucket, owners, pieces, way, bucket.group)) for way in (GATHER, RETURN))
-        gather, back = (
-            self.phase(bucket, rank, pieces, way, travels=moves)
-            for way, moves in zip((GATHER, RETURN), travels, strict=True)
-        )
+        gather, back = (self.phase(bucket, rank, pieces, direction) for direction in (GATHER, RETURN))
         pairs = zip(bucket.matrices, bucket.owners, strict=True)
         matrices = tuple(matrix for matrix, owner in pairs if owner == rank)
         return BucketProgram(bucket, matrices, gather, back, gather == back)
 
-    def phase(self, bucket: Bucket, rank: int, pieces: Pieces, direction: int, *, travels: bool = True) -> Phase:
+    def phase(self, bucket: Bucket, rank: int, pieces: Pieces, direction: int) -> Phase:
         to_owners: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         from_holders: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            key = self.key(matrix, direction, pieces)
+            replica = pieces.geometry(matrix).replica
             for holder in bucket.group if owner == rank else (rank,):
                 piece = pieces.find(matrix, holder)
-                if piece is None or key(holder) != key(owner):
+                if piece is None or (direction == GATHER and replica[holder] != replica[owner]):
                     continue
                 if holder == rank:
                     to_owners[owner].append((matrix, piece))
@@ -159,89 +154,67 @@ class AllToAll(Pattern):
         return Phase(
             collective=Collective.ALL_TO_ALL,
             home=parcels(to_owners, [rank, *(peer for peer in bucket.group if peer != rank)]),
-            owned=parcels(from_holders, bucket.group),
+            owned=parcels(from_holders, self.arrival(bucket.group, pieces)),
             home_splits=splits({**to_owners, rank: ()}, bucket.group),
             owned_splits=splits(from_holders, bucket.group),
-            travels=travels,
+            travels=_flows(bucket, owners_by_kind(bucket, pieces), pieces, direction).travels,
             group=bucket.group,
         )
+
+    def arrival(self, group: Ranks, pieces: Pieces) -> Sequence[int]:
+        """The order of holders in the owner's buffer."""
+        return group
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         owners = owners_by_kind(bucket, pieces)
         mine, result = counts_by_rank(owners), dict[int, BucketTotals]()
-        alike = alike_ranks(bucket, mine, pieces)
-        examples = tuple(dict.fromkeys(alike.values()))
-        flows = [self._flows(bucket, owners, pieces, way, examples) for way in (GATHER, RETURN)]
-        calls = sum(map(_travels, flows))
-        for rank, gather, back in zip(examples, *(flow.values() for flow in flows), strict=True):
-            homes, inbox, outbox = [flow.home[0] + flow.kept for flow in (gather, back)], gather.owned[0], back.owned[0]
+        ways = [_flows(bucket, owners, pieces, direction) for direction in (GATHER, RETURN)]
+        alike, calls = _alike(bucket, mine, pieces), sum(flows.travels for flows in ways)
+        for rank in dict.fromkeys(alike.values()):
+            gather, back = (flows.of_rank(rank) for flows in ways)
+            homes, inbox, outbox = [way.sent + way.kept for way in (gather, back)], gather.received, back.received
             mirrored = homes[0] == homes[1] and inbox == outbox
             result[rank] = BucketTotals(
                 owned=mine.get(rank, ()),
                 stored=homes[1],
-                sent=gather.home[0] + outbox,
-                received=back.home[0] + inbox,
+                sent=gather.sent + outbox,
+                received=back.sent + inbox,
                 buffers=(max(homes), inbox, 0 if mirrored else outbox),
-                phases=(gather.traffic(GATHER), back.traffic(RETURN)),
+                phases=(gather, back.reversed()),
                 collectives=calls,
             )
         return {rank: result[alike[rank]] for rank in bucket.group}
 
-    def _flows(
-        self,
-        bucket: Bucket,
-        counts: Mapping[int, Mapping[int, int]],
-        pieces: Pieces,
-        direction: int,
-        ranks_to_count: Ranks,
-    ) -> dict[int, _Flow]:
-        """By rank, in the order of `ranks_to_count`."""
-        flows = {rank: _Flow() for rank in ranks_to_count}
-        owners_at: dict[Place, set[int]] = {}
-        for kind, owners in counts.items():
-            key = self.key(pieces.examples[kind], direction, pieces)
-            stored = pieces.holders(kind, bucket.group)
-            elements, ranks = pieces.by_key(kind, bucket.group, (self.name, direction), key)
-            taken = Counter[Place]()
-            for owner, count in owners.items():
-                flow, mine, itself = flows.get(owner), stored.get(owner, 0), owner in stored
-                for scope, place in enumerate(pieces.places(owner, key)):
-                    taken[place] += count
-                    owners_at.setdefault(place, set()).add(owner)
-                    if flow is not None:
-                        flow.owned[scope] += count * (elements[place] - mine)
-                        flow.peers[scope] = max(flow.peers[scope], ranks[place] - itself)
-            for rank, flow in flows.items():
-                if rank not in stored:
-                    continue
-                size, own = stored[rank], owners.get(rank, 0)
-                flow.places = everywhere, near = pieces.places(rank, key)
-                flow.home[0] += size * (taken[everywhere] - own)
-                flow.home[1] += size * (taken[near] - own)
-                flow.kept += size * own
-        for rank, flow in flows.items():
-            for scope, place in enumerate(flow.places if flow.home[0] + flow.kept else ()):
-                peers = owners_at.get(place, set())
-                flow.peers[scope] = max(flow.peers[scope], len(peers) - (rank in peers))
-        return flows
+
+def _flows(bucket: Bucket, owners: Mapping[int, Mapping[int, int]], pieces: Pieces, direction: int) -> Flows:
+    # The pieces of the owner's replica suffice, but without the result other replicas would diverge.
+    held = {kind: pieces.elements(kind, bucket.group, by_replica=direction == GATHER) for kind in owners}
+    return Flows([(held[kind], held[kind].like(counts)) for kind, counts in owners.items()])
 
 
-def alike_ranks(bucket: Bucket, owned: Mapping[int, KindCounts], pieces: Pieces) -> dict[int, int]:
-    """For each rank of the group, the first rank with equal pieces and matrices on a node with equal ranks."""
+Members = tuple[tuple[int, KindCounts], ...]
+"""What each rank of a node holds, as a number, and the matrices that it owns."""
+
+
+def members_of_nodes(
+    bucket: Bucket, owned: Mapping[int, KindCounts], pieces: Pieces
+) -> list[tuple[list[int], Members]]:
+    """The ranks of each node of a bucket."""
     kinds = tuple(sorted({pieces.kinds[matrix] for matrix in bucket.matrices}))
-    nodes: dict[tuple[tuple[int, KindCounts], ...], int] = {}
-    first: dict[tuple[int, KindCounts, int], int] = {}
-    alike = {}
-    for ranks, holdings in pieces.nodes(kinds, bucket.group):
-        members = [(holding, owned.get(rank, ())) for rank, holding in zip(ranks, holdings, strict=True)]
+    return [
+        (ranks, tuple([(held, owned.get(rank, ())) for rank, held in zip(ranks, holdings, strict=True)]))
+        for ranks, holdings in pieces.nodes(kinds, bucket.group)
+    ]
+
+
+def _alike(bucket: Bucket, owned: Mapping[int, KindCounts], pieces: Pieces) -> dict[int, int]:
+    """For each rank of the group, the first rank with equal pieces and matrices on a node with equal ranks."""
+    nodes, first, alike = dict[Members, int](), dict[tuple[int, KindCounts, int], int](), dict[int, int]()
+    for ranks, members in members_of_nodes(bucket, owned, pieces):
         node = nodes.setdefault(tuple(sorted(members)), len(nodes))
         for rank, member in zip(ranks, members, strict=True):
             alike[rank] = first.setdefault((*member, node), rank)
     return alike
-
-
-def _travels(flows: Mapping[int, _Flow]) -> bool:
-    return any(flow.owned[0] for flow in flows.values())
 
 
 def owners_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, dict[int, int]]:

@@ -63,12 +63,11 @@ class Hierarchical(AllToAll):
                 )
         return result
 
-    def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        replicas = _replicas_in(bucket, pieces)
-        return [tuple(sorted(ranks)) for ranks in replicas if len(ranks) > 1] if replicas else (bucket.group,)
-
-    def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        return [tuple(sorted(replica_group)) for replica_group in zip(*_replicas_in(bucket, pieces), strict=True)]
+    def groups(self, bucket: Bucket, pieces: Pieces) -> tuple[Iterable[Ranks], Iterable[Ranks]]:
+        if not (replicas := _replicas_in(bucket, pieces)):
+            return super().groups(bucket, pieces)
+        ascending = [[tuple(sorted(ranks)) for ranks in sets] for sets in (replicas, zip(*replicas, strict=True))]
+        return [ranks for ranks in ascending[0] if len(ranks) > 1], ascending[1]
 
 
 def _replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
@@ -137,13 +136,8 @@ class AllGather(Pattern):
                 stored[rank] += count * elements
             ranks = holders if owner is None else (owner,)
             held.setdefault(kind, Counter()).update(dict.fromkeys(ranks, count))
-        whole, flows, mine, calls = (
-            sum(stored.values()),
-            _ring(stored, pieces),
-            counts_by_rank(held),
-            len(self.collectives),
-        )
-        result = {}
+        whole, flows, calls = sum(stored.values()), _ring(stored, pieces), len(self.collectives)
+        mine, result = counts_by_rank(held), {}
         for rank, kept in stored.items():
             sent, received = kept * (len(bucket.group) - 1), whole - kept
             if calls == 2:

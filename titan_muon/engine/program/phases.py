@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import zip_longest
@@ -53,19 +53,22 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Hop:
-    """The two hops of an all-to-all, from the view of a rank: over its `rail` and inside its `node`, both global ranks.
+    """The way of a rank's elements by other ranks: over its `rail`, then inside its `node`, both global ranks.
 
-    Splits: home and arriving elements over the rail, departing and owned elements inside the node. `copies`: (start as
-    it arrived, start as it departs, elements) of the parts that the rank passes on.
+    `passed`: elements that the rank passes on, from each rank of the rail to each rank of the node.
     """
 
     rail: tuple[int, ...]
     node: tuple[int, ...]
-    home_splits: tuple[int, ...]
-    arriving_splits: tuple[int, ...]
-    departing_splits: tuple[int, ...]
-    owned_splits: tuple[int, ...]
-    copies: tuple[tuple[int, int, int], ...]
+    passed: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def arriving_splits(self) -> tuple[int, ...]:
+        return tuple(map(sum, self.passed))
+
+    @cached_property
+    def departing_splits(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.passed, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Phase:
     """A collective of a bucket, from the view of a rank.
 
     `home`: parcels of the local pieces, in the home buffer. `owned`: parcels of the matrices to orthogonalize, in the
-    owner's buffer. Splits: elements exchanged with each rank of the `group` (global ranks). `travels`: whether any two
-    ranks exchange elements. `hop`: their way by other ranks.
+    owner's buffer. Splits: elements exchanged with each rank of the `group` (global ranks); with a `hop`, home splits
+    with its rail and owned splits with its node. `travels`: whether any two ranks exchange elements.
     """
 
     # In an all-to-all the home parcels for the rank itself come first and never travel: the split is zero, without an
@@ -88,23 +91,6 @@ class Phase:
     travels: bool = True
     group: tuple[int, ...] = ()
     hop: Hop | None = None
-
-    def in_order(self, peers: Sequence[int]) -> Phase:
-        """The phase with owned parcels in this order of peers."""
-        by_peer: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in peers}
-        for parcel in self.owned:
-            by_peer[parcel.peer].append((parcel.matrix, parcel.piece))
-        return replace(self, owned=parcels(by_peer, peers))
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each collective of the phase."""
-        return (self.group,) if self.hop is None else (self.hop.rail, self.hop.node)
-
-    @property
-    def passed(self) -> int:
-        """Elements that the rank passes on."""
-        return 0 if self.hop is None else sum(self.hop.arriving_splits)
 
     @cached_property
     def kept(self) -> int:

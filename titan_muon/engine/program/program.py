@@ -48,11 +48,8 @@ class Program:
 def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], set[Ranks]]:
     """The ranks of each gather and return, and of each collective over replicas."""
     pieces = Pieces(plan.matrices, geometries, plan.ranks_per_node)
-    patterns = [(PATTERNS[b.exchange], b) for b in plan.buckets]
-    return (
-        {ranks for pattern, bucket in patterns for ranks in pattern.groups(bucket, pieces)},
-        {ranks for pattern, bucket in patterns for ranks in pattern.replica_groups(bucket, pieces)},
-    )
+    groups = [PATTERNS[bucket.exchange].groups(bucket, pieces) for bucket in plan.buckets]
+    return {ranks for gathers, _ in groups for ranks in gathers}, {ranks for _, spreads in groups for ranks in spreads}
 
 
 def replicated_plain(plan: Plan) -> tuple[int, ...]:
