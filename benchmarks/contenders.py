@@ -20,6 +20,7 @@ from titan_muon import Expert, Muon
 from titan_muon.engine.orthogonalize import iteration
 from titan_muon.engine.orthogonalize.newton_schulz import reference
 from titan_muon.kernels.fused import usable
+from titan_muon.options import Machine
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 HYPERPARAMETERS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_steps": 5}
@@ -164,11 +165,11 @@ def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def ours(
-    exchange: str, params: Parameters, mesh: DeviceMesh | None, orthogonalize: str = "reference", *, fused: bool = False
+    exchange: str, params: Parameters, mesh: DeviceMesh | None, machine: Machine | None = None, **options: Any
 ) -> Muon:
     """Titan Muon with one of its exchanges, by default in torch.optim.Muon's arithmetic."""
-    expert = Expert(exchange=exchange, orthogonalize=orthogonalize, fused=fused)  # type: ignore[arg-type]
-    return Muon(list(params.items()), expert=expert, **HYPERPARAMETERS)  # type: ignore[arg-type]
+    expert = Expert(exchange=exchange, **{"orthogonalize": "reference", **options})  # type: ignore[arg-type]
+    return Muon(list(params.items()), expert=expert, machine=machine or Machine(), **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
 def adamw(params: Parameters, mesh: DeviceMesh) -> torch.optim.Optimizer:

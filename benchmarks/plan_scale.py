@@ -1,4 +1,4 @@
-"""Muon's plan for the published models at 8 to 1,024 ranks, as a table: time, balance, calls, bytes, buffers.
+"""Muon's plan for the published models at 8 to 16,384 ranks, as a table: time, balance, calls, bytes, buffers.
 
 `plan s`: CPU seconds to build the model without storage and to plan. All step times are modelled, on the slowest rank:
 
@@ -22,7 +22,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -32,8 +32,11 @@ import torch
 import tyro
 
 import models as families  # noqa: F401 (registers them)
-from benchmarks.bounds import least_flops, least_seconds, least_sent
-from titan_muon.options import Overlap
+from benchmarks.bounds import least_flops, least_seconds, least_sent, peers_and_messages
+from titan_muon.engine.layout.types import Plan
+from titan_muon.engine.layout.work import Elements
+from titan_muon.engine.planning import PlanRequest, plan_by_rule
+from titan_muon.options import MuonOptions, Overlap
 from titan_muon.planner.machine import planning_machine
 from titan_muon.planner.summary import summarize
 from titan_muon.planner.timeline import timeline
@@ -87,26 +90,12 @@ class Numbers:
     exchanges: tuple[str, ...]
     peers: int
     messages: int
+    rule_ms: float
 
     @property
     def limit_ms(self) -> float:
         """Lower bound of the step."""
         return max(self.least_ms, self.link_ms)
-
-    @property
-    def ratio(self) -> float:
-        """The step over the limit."""
-        return self.step_ms / self.limit_ms
-
-    @property
-    def exposed_ratio(self) -> float:
-        """Exposed communication over Newton-Schulz."""
-        return self.exposed_ms / self.newton_schulz_ms
-
-    @property
-    def tail_ratio(self) -> float:
-        """The tail over a training step."""
-        return self.tail_ms / (self.model_ms + self.step_ms)
 
     @property
     def ratio_without_passes(self) -> float:
@@ -137,6 +126,7 @@ def plan_numbers(
     tensor_parallel: int = 1,
     overlap: Overlap = "none",
     replicas: int = 1,
+    ranks_per_node: int | None = None,
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
@@ -145,6 +135,7 @@ def plan_numbers(
     degrees = EXPERT_PARALLEL.get(model, (1, 1, 1))
     degree = degrees[(ranks >= 64) + (ranks >= 4096)] if expert_parallel is None else expert_parallel
     flags = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
+    flags += [] if ranks_per_node is None else ["--machine.ranks_per_node", str(ranks_per_node)]
     flags += ["--muon.overlap", overlap, "--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     # QK-clip does not change the plan and excludes `forward`.
     flags += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
@@ -157,7 +148,7 @@ def plan_numbers(
     summary = summarize(plan, cost)
     seconds = time.process_time() - start
     played = timeline(plan, rates, overlap=overlap, cost=cost)
-    peers = [[phase.near_peers + phase.far_peers for s in c for phase in s.totals.phases] for c in cost.by_class]
+    peers, messages = peers_and_messages(cost)
     return Numbers(
         model=model,
         ranks=ranks,
@@ -187,19 +178,30 @@ def plan_numbers(
         overlap=overlap,
         replicas=replicas,
         exchanges=tuple(sorted({bucket.exchange for bucket in plan.buckets})),
-        peers=max(max(of_rank, default=0) for of_rank in peers),
-        messages=max(map(sum, peers)),
+        peers=peers,
+        messages=messages,
+        rule_ms=1e3 * timeline(by_rule(plan, overlap), rates, overlap=overlap).last.seconds,
+    )
+
+
+def by_rule(plan: Plan, overlap: Overlap) -> Plan:
+    """The plan of the same parameters by `planner = "rule"`."""
+    works = {(m.parameter, m.rows, m.cols): plan.works[m.work] for m in plan.matrices}
+    options = MuonOptions(overlap=overlap, planner="rule")
+    return replace(
+        plan_by_rule(PlanRequest(plan.parameters, lambda *key: works[key], options, Elements())), passes=plan.passes
     )
 
 
 HEADER = (
-    "| model | ranks | EP | matrices | step ms = Newton-Schulz + passes + waits | least Newton-Schulz, link ms "
+    "| model | ranks | EP | matrices | step ms = Newton-Schulz + passes + waits | step by the rule "
+    "| least Newton-Schulz, link ms "
     "| step / limit (without passes) | least for whole matrices ms, step / it "
     "| hidden ms | exposed ms (/ Newton-Schulz) "
     "| tail ms (/ training step) "
     "| busiest rank / least FLOPs | calls | peers, messages | sent MiB mean (max) "
     "| buffers + workspace GiB | plan s |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "|---" + "|---" * 17 + "|"
 )
 
 
@@ -208,10 +210,11 @@ def row(n: Numbers) -> str:
     once = "" if n.orthogonalizations == n.matrices else f" x {n.orthogonalizations / n.matrices:.2f}"
     return (
         f"| {n.model} | {n.ranks} | {n.expert_parallel} | {n.matrices:,}{once} "
-        f"| {n.step_ms:,.1f} = {n.newton_schulz_ms:,.1f} + {n.passes_ms:,.1f} + {n.waits_ms:,.1f} "
-        f"| {n.least_ms:,.1f}, {n.link_ms:,.1f} | {n.ratio:.2f} ({n.ratio_without_passes:.2f}) "
+        f"| {n.step_ms:,.1f} = {n.newton_schulz_ms:,.1f} + {n.passes_ms:,.1f} + {n.waits_ms:,.1f} | {n.rule_ms:,.1f} "
+        f"| {n.least_ms:,.1f}, {n.link_ms:,.1f} | {n.step_ms / n.limit_ms:.2f} ({n.ratio_without_passes:.2f}) "
         f"| {n.whole_ms:,.1f}, {n.step_ms / n.whole_ms:.2f} "
-        f"| {n.hidden_ms:,.1f} | {n.exposed_ms:,.1f} ({n.exposed_ratio:.3f}) | {n.tail_ms:,.1f} ({n.tail_ratio:.2%}) "
+        f"| {n.hidden_ms:,.1f} | {n.exposed_ms:,.1f} ({n.exposed_ms / n.newton_schulz_ms:.3f}) "
+        f"| {n.tail_ms:,.1f} ({n.tail_ms / (n.model_ms + n.step_ms):.2%}) "
         f"| {n.flops_over_bound:.3f} | {n.collectives} | {n.peers:,}, {n.messages:,} "
         f"| {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) "
         f"| {n.buffers_gib:.2f} + {n.work_gib:.2f} | {n.seconds:.0f} |"
@@ -233,6 +236,7 @@ def main(
     tensor_parallel: int = 1,
     overlap: Overlap = "none",
     replicas: int = 1,
+    ranks_per_node: int | None = None,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, line by line.
@@ -245,13 +249,15 @@ def main(
         tensor_parallel: degree.
         overlap: `forward` hides the last returns.
         replicas: HSDP replicas, each sharded over an equal share of the ranks.
+        ranks_per_node: by default the machine's.
         json_file: file for the numbers, with date, commit, machine and command.
     """
     print(HEADER, flush=True)
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(plan_numbers(model, world, machine, expert_parallel, tensor_parallel, overlap, replicas))
+            layout = expert_parallel, tensor_parallel, overlap, replicas, ranks_per_node
+            numbers.append(plan_numbers(model, world, machine, *layout))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         command = " ".join(["python -m benchmarks.plan_scale", *sys.argv[1:]])

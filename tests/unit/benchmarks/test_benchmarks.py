@@ -72,6 +72,16 @@ def test_a_wrong_argument_is_refused_before_the_first_measurement(program: str, 
     assert "Traceback" not in shown
 
 
+@pytest.mark.slow
+def test_exchanges_are_measured_through_nodes_of_one_machine() -> None:
+    torchrun = "-m torch.distributed.run --nproc_per_node=4 -m benchmarks.exchanges --device cpu --model small"
+    words = [sys.executable, *torchrun.split(), "--ranks-per-node", "2", "--repeats", "2"]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "small, 4 ranks, 2 a node" in shown
+    assert re.search(r"\| all_to_all \|.*\| 3, \d+ \|", shown), "peers and messages"
+    assert re.search(r"\| two_hops \|.*\| 1, \d+ \|", shown)
+
+
 def test_a_step_without_options_runs_through_few_files_functions_and_classes() -> None:
     """So that a reader can follow it."""
     words = [sys.executable, "-m", "benchmarks.step_counts", "--list"]
