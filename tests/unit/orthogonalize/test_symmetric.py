@@ -1,12 +1,12 @@
-"""The symmetric kernel under Triton's interpreter, and the choice of kernels."""
+"""The symmetric kernel under Triton's interpreter, and the choice of kernels and tiles. `make kernels` compiles it."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,105 +20,91 @@ needs_triton = pytest.mark.skipif(
 )
 # In a separate process, because triton reads TRITON_INTERPRET at import.
 PROGRAM = """
-import json, torch
+import itertools, torch
 from benchmarks.accuracy import relative_error
 from titan_muon.engine.orthogonalize import coefficients, iterate
 from titan_muon.kernels.measured import product_of
 from titan_muon.kernels.symmetric import Tile, symmetric_product
 
-TILES = {
-    "one square": Tile(side=32, depth=32, specialized=True),
-    "two squares": Tile(side=16, wide=2, depth=16),
-}
+TILES = Tile(side=32, depth=32, specialized=True), Tile(side=16, wide=2, depth=16)
 
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-def error(count, size, inner, dtype, added, tall, tile):
-    x = drawn(count, inner, size).mT if tall else drawn(count, size, inner)
-    x = x.to(dtype)
-    c = drawn(count, size, size, seed=1).to(dtype)
-    c = (c + c.mT) if added else None
-    out = torch.full((count, size, size), float("nan"), dtype=dtype)
-    symmetric_product(x, x.mT, c, alpha=0.5, beta=-2.0, out=out, tile=tile)()
-    exact = 0.5 * x.double() @ x.double().mT
-    exact = exact - 2 * c.double() if added else exact
-    return relative_error(out, exact).max().item(), torch.equal(out, out.mT)
+def check(a, b, c, alpha, beta, tile, tolerance):
+    out = torch.full((a.size(0), a.size(1), a.size(1)), float("nan"), dtype=a.dtype)
+    symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, tile=tile)()
+    exact = alpha * a.double() @ b.double() + (0 if c is None else beta * c.double())
+    assert relative_error(out, exact).max() < tolerance, (a.shape, a.dtype, tile)
+    # The mirror tiles are the tiles, also those of a diagonal square.
+    assert torch.equal(out, out.mT), (a.shape, a.dtype, tile)
 
-def commuting(dtype, tile):
-    r = drawn(2, 48, 48)
-    r = (r @ r.mT / 48).to(dtype)
-    out = torch.empty_like(r)
-    q = (r.double() @ r.double() - r.double()).to(dtype)
-    symmetric_product(q, r, q, beta=1.5, out=out, tile=tile)()
-    error = relative_error(out, q.double() @ r.double() + 1.5 * q.double()).max().item()
-    return error, torch.equal(out, out.mT)
-
-results = {"product": {}, "commuting": {}, "iteration": {}}
-for dtype in (torch.float32, torch.float16):
-    for name, tile in TILES.items():
-        for shape in ((1, 16, 16), (2, 32, 64), (1, 80, 48)):
-            for added in (False, True):
-                for tall in (False, True):
-                    case = f"{dtype} {name} {shape} {added} {tall}"
-                    results["product"][case] = error(*shape, dtype, added, tall, tile)
-        results["commuting"][f"{dtype} {name}"] = commuting(dtype, tile)
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
+    for tile in TILES:
+        for (count, size, inner), added, tall in itertools.product(
+            ((1, 16, 16), (2, 32, 64), (1, 80, 48)), (False, True), (False, True)
+        ):
+            x = (drawn(count, inner, size).mT if tall else drawn(count, size, inner)).to(dtype)
+            c = drawn(count, size, size, seed=1).to(dtype)
+            check(x, x.mT, c + c.mT if added else None, 0.5, -2.0, tile, tolerance)
+        r = drawn(2, 48, 48)
+        r = (r @ r.mT / 48).to(dtype)
+        q = (r.double() @ r.double() - r.double()).to(dtype)
+        check(q, r, q, 1.0, 1.5, tile, tolerance)
     stack, steps, triton = drawn(2, 48, 80), coefficients("you_jiacheng", 5), product_of("triton")
     exact = iterate(stack.double(), steps, 1e-7, torch.float64)
-    for name, found in (
-        ("standard", iterate(stack, steps, 1e-7, dtype, (), triton)),
-        ("tall", iterate(stack.mT.contiguous(), steps, 1e-7, dtype, (), triton).mT),
-        ("gram", iterate(stack, steps, 1e-7, dtype, (2, 3), triton)),
+    for found in (
+        iterate(stack, steps, 1e-7, dtype, (), triton),
+        iterate(stack.mT.contiguous(), steps, 1e-7, dtype, (), triton).mT,
+        iterate(stack, steps, 1e-7, dtype, (2, 3), triton),
     ):
-        results["iteration"][f"{dtype} {name}"] = relative_error(found, exact).max().item()
-refused = []
+        assert relative_error(found, exact).max() < 2 * tolerance
 one, wide, square = torch.ones(1, 16, 16), torch.ones(1, 16, 40), torch.empty(1, 16, 16)
-for a, b, c, out in (
-    (one, torch.ones(1, 32, 16), None, square),
-    (one, torch.ones(2, 16, 16), None, square),
-    (wide, wide.mT, None, square),
-    (wide[:, :, :16], wide[:, :, :16].mT, None, square),
-    (wide[:, :, ::2][:, :, :16], one, None, square),
-    (one, one, one.mT, square),
-    (one, one, one, square.mT),
+for says, a, b, c, out in (
+    ("(count, m, k)", one, torch.ones(1, 32, 16), None, square),
+    ("(count, m, k)", one, torch.ones(2, 16, 16), None, square),
+    ("multiples of 16", wide, wide.mT, None, square),
+    ("multiples of 16", wide[:, :, :16], wide[:, :, :16].mT, None, square),
+    ("multiples of 16", wide[:, :, ::2][:, :, :16], one, None, square),
+    ("multiples of 16", one, one, one.mT, square),
+    ("multiples of 16", one, one, one, square.mT),
 ):
     try:
         symmetric_product(a, b, c, out=out)()
     except ValueError as problem:
-        refused.append(str(problem))
-print(json.dumps({**results, "refused": refused}))
+        assert says in str(problem), problem
+    else:
+        raise AssertionError(says)
 """
-TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
-
-
-@cache
-def interpreted() -> dict:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_products_of_the_kernel_approximate_float64_and_are_symmetric_bit_for_bit(dtype: str) -> None:
-    results = {k: r for kind in ("product", "commuting") for k, r in interpreted()[kind].items() if k.startswith(dtype)}
-    assert len(results) == 24 + 2
-    for case, (error, symmetric) in results.items():
-        assert error < TOLERANCES[dtype], case
-        assert symmetric, f"{case}: the mirror tiles are the tiles, also those of a diagonal square"
-    for algorithm in ("standard", "tall", "gram"):
-        assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype], algorithm
+def test_products_approximate_float64_symmetric_bit_for_bit_and_unfit_shapes_are_refused() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_triton
-def test_unfit_shapes_are_refused() -> None:
-    messages = interpreted()["refused"]
-    assert ["(count, m, k)" in problem for problem in messages] == [True] * 2 + [False] * 5
-    assert ["multiples of 16" in problem for problem in messages] == [False] * 2 + [True] * 5
+def test_a_gpu_uses_the_tile_of_its_architecture_with_the_earliest_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_muon.kernels.symmetric import TILES, fastest, tile_on
+
+    wide, narrow = TILES[9]
+    tiles = {shape: fastest((wide, narrow), *shape) for shape in ((8192, 1, 132), (4096, 1, 132), (4096, 1, 148))}
+    assert tiles == {(8192, 1, 132): wide, (4096, 1, 132): narrow, (4096, 1, 148): wide}
+    # 4,096 rows on 132 processors end first in the second tile, where there are two.
+    for major, tile in {9: TILES[9][1], 10: TILES[10][1]}.items():
+        gpu = SimpleNamespace(major=major, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
+        assert tile_on(torch.device("cuda"), 4096, 1) == tile
+    assert tile_on(torch.device("cpu"), 4096, 1) == TILES[9][1]
+
+
+def test_every_triton_kernel_is_in_a_compiled_file() -> None:
+    folders = ("titan_muon", "models", "scripts")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    names = {file.name for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}
+    assert names == {"symmetric.py", "passes.py"}, "benchmarks/compile_kernels.py does not compile it"
 
 
 def test_shipped_kernels_are_of_the_named_gpu_and_need_the_kernels_package(
