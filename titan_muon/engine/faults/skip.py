@@ -80,11 +80,6 @@ class SkipsSteps:
         given, self._given = self._given, None
         return agreed_scaling(self, [self], device, alone=alone) if given is None else given[0]
 
-    def take_skip(self) -> Tensor | None:
-        """Whether a norm skips this step, () bool on the device, or None."""
-        self._last_norm, self._next_norm = self._next_norm, None
-        return None if self._last_norm is None else self._last_norm.broken
-
     def check_norm(self, *, skips: bool) -> None:
         """Raise NotFiniteError on all ranks if the last norm was not finite; warn if `skips`. Collective."""
         last, self._last_norm = self._last_norm, None
@@ -109,7 +104,9 @@ def agreed_scaling(
     not agree about `found_inf`.
     """
     bad = [flag.to(device) for optimizer in optimizers if (flag := optimizer.prepare_step()) is not None]
-    norms = [flag.to(device) for optimizer in optimizers if (flag := optimizer.take_skip()) is not None]
+    for optimizer in optimizers:
+        optimizer._last_norm, optimizer._next_norm = optimizer._next_norm, None
+    norms = [norm.broken.to(device) for optimizer in optimizers if (norm := optimizer._last_norm) is not None]
     found_inf = getattr(scaler, "found_inf", None)
     if found_inf is None and not bad:
         # A norm is equal on all ranks.
