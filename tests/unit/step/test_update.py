@@ -11,8 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.shared import muon_keywords
 from titan_muon import Muon
+from titan_muon.engine.orthogonalize import NO_UPDATE
 from titan_muon.engine.step import muon as update
 from titan_muon.engine.step import step as step_module
+from titan_muon.engine.step.gradients import StepGradients
+from titan_muon.engine.step.step import UpdateMask
+from titan_muon.engine.step.views import Batch
 
 
 def test_the_host_does_not_read_a_rate_on_the_device() -> None:
@@ -127,3 +131,13 @@ def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
         for rounding in ("nearest", "stochastic")
     )
     assert stochastic[1] - nearest[1] == stochastic[0] - nearest[0]
+
+
+def test_the_old_content_of_the_workspace_is_no_fault_of_a_parameter_that_a_step_leaves_out() -> None:
+    whole = torch.stack([torch.full((4, 3), torch.nan), torch.ones(4, 3)])
+    broken = torch.zeros(2, dtype=torch.bool)
+    batch = Batch((0, 1), whole, whole, (0, 1), broken, 0, torch.float32, iterate=lambda: whole, parts=())
+    norms = UpdateMask().zero_(batch, StepGradients([None, None], frozenset([0]), uniform=False, params=()))
+    assert norms.tolist() == [NO_UPDATE, pytest.approx(12**0.5)]
+    assert not broken.any()
+    assert whole[0].eq(0).all()
