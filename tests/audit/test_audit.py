@@ -110,8 +110,12 @@ def test_the_command_keeps_the_script_and_its_exit_code(
     assert (f"output [{bug!r}, '{script_code}']" in output) == (code != 2)
 
 
+def replaced() -> tuple[object, ...]:
+    return torch.optim.Optimizer.__init__, torch.autograd.backward, torch.save, torch.load
+
+
 def test_hooks_are_gone_after_the_audited_steps() -> None:
-    before, steps = (torch.optim.Optimizer.__init__, torch.save, torch.load), list[object]()
+    before, steps = replaced(), list[object]()
     model = Net(0)
     with watch(model) as audit, ExitStack() as hooks:
         hooks.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: steps.append(optimizer)).remove)
@@ -123,7 +127,7 @@ def test_hooks_are_gone_after_the_audited_steps() -> None:
             assert (audit.report is None) == (step < 4)
             assert bool(model.layers[0].q.weight._backward_hooks) == (step < 4)
     assert len(steps) == STEPS
-    assert (torch.optim.Optimizer.__init__, torch.save, torch.load) == before
+    assert replaced() == before
 
 
 def uneven(rank: int, size: int) -> str:
