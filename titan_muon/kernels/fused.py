@@ -56,6 +56,8 @@ class Kernels:
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], algorithm: Algorithm) -> None:
         self._rank, self._views, self._algorithm = rank, views, algorithm
         self._cautious = algorithm.options.cautious
+        # See [Note: one launch].
+        self._copies_unaligned = rank.options.cuda_graph is True
         self._groups, count = group_numbers(rank), len(rank.storage)
         self._numbers: dict[tuple[int, tuple[int, int]], Numbers] = {}
         for call in (call for bucket in views for call in bucket.updates):
@@ -157,6 +159,8 @@ class Kernels:
             self._dtypes = dtypes
             self._advances = self._momentum_launches()
         grads = [None if grad is None else grad.contiguous() for grad in gradients.grads]
+        if self._copies_unaligned:
+            grads = [g if g is None or address(g) % ALIGNMENT == 0 else g.clone() for g in grads]
         # Not all gradients, because `release_grads` frees them in the step.
         self._copies = [g for g, given in zip(grads, gradients.grads, strict=True) if g is not None and g is not given]
         flags = [MISSING * (g is None) + EXCLUDED * (n in gradients.excluded) for n, g in enumerate(grads)]

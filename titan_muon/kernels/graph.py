@@ -4,10 +4,13 @@
 # - The vector of a step (tables.py) has all that changes between steps: addresses of gradients, rates, momentum, seeds
 #   and the flag of a skipped step. So the buckets of a step are the same operators on the same memory, and a CUDA graph
 #   repeats them, collectives included. Before, one copy refreshes the vector. The report follows.
-# - What changes the operators is the kind of a step: dtypes and alignment of gradients, whether the device may skip it,
-#   and what an algorithm reads on the host. Each kind has a graph of its own. Steps of a kind are eager at first, so
-#   that kernels are compiled and libraries have their workspaces.
-# - A step with a fault is eager. Graphs, of one pool of memory, end with the engine's buffers and process groups.
+# - What changes the operators is the kind of a step: dtypes of gradients, whether the device may skip it, and what an
+#   algorithm reads on the host. Each kind has a graph of its own. Steps of a kind are eager at first, so that kernels
+#   are compiled and libraries have their workspaces.
+# - NCCL wants a collective captured on all of its ranks or on none. So a fault of one rank makes no kind: the vector has
+#   a flag for a missing gradient, and unaligned gradients are copied before.
+#   Excluded parameters, on which all ranks agree, make a step eager.
+# - Graphs, of one pool of memory, end with the engine's buffers and process groups.
 
 from __future__ import annotations
 
@@ -87,10 +90,8 @@ class CapturedStep:
             hook.end()
 
     def _kind(self, gradients: StepGradients) -> Hashable:
-        """The kind of a step, or None with a fault and without matrices."""
-        pairs = zip(gradients.grads, gradients.params, strict=True)
-        missing = any(grad is None and trained.on_mesh for grad, trained in pairs)
-        if missing or gradients.excluded or not self._step.views:
+        """The kind of a step, or None with excluded parameters and without matrices."""
+        if gradients.excluded or not self._step.views:
             return None
         read = tuple(algorithm.kind(group) for algorithm, group in self._algorithms)
         return gradients.scaling is not None, self._passes.kind, read

@@ -4,6 +4,7 @@ The record stands for a CUDA graph: it has the operators, launches and collectiv
 replay runs them again. Kernels run under Triton's interpreter.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -245,7 +246,7 @@ def test_replays_of_ranks_have_the_bits_of_eager_steps(options: dict[str, Any], 
 
 
 def faulty(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
-    """A missing gradient, a skipped step, and a gradient of another dtype."""
+    """A parameter left out, a skipped step, and a gradient of another dtype."""
     if step == 4:
         params["tall"].grad = None
     if step == 5:
@@ -257,8 +258,37 @@ def faulty(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
         params["a"].grad = params["a"].grad.bfloat16()
 
 
+def unaligned(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
+    if step == 5:
+        params["b"].grad = torch.ones(params["b"].numel() + 1)[1:].view_as(params["b"])
+
+
 @needs_interpreter
-def test_a_step_with_a_fault_is_eager_and_the_next_step_replays() -> None:
+def test_an_unaligned_gradient_is_copied_and_the_step_replays() -> None:
+    assert first_difference({}, change=unaligned) is None
+    assert replays() == [STEPS - graph.EAGER_STEPS]
+
+
+def of_a_fault(rank: int, world_size: int) -> tuple[int | None, list[int]]:
+    def missing(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
+        if rank == 0 and step == graph.EAGER_STEPS + 1:
+            params["tall"].grad = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patched(patch)
+        # The step after it raises.
+        patch.setattr(sys.modules[__name__], "STEPS", graph.EAGER_STEPS + 2)
+        return first_difference({}, init_device_mesh("cpu", (2,)), missing), replays()
+
+
+@needs_interpreter
+def test_all_ranks_replay_a_step_in_which_one_lacks_a_gradient() -> None:
+    """NCCL wants a collective to be captured on all of its ranks or on none."""
+    assert run_ranks(of_a_fault, 2) == [(None, [2])] * 2
+
+
+@needs_interpreter
+def test_a_step_that_leaves_out_a_parameter_or_has_another_dtype_is_eager_and_the_next_step_replays() -> None:
     assert first_difference({"on_bad_gradient": "skip_missing"}, change=faulty) is None
     assert replays() == [2], "steps 3 and 7"
 
