@@ -7,7 +7,7 @@
 # - What changes the operators is the kind of a step: dtypes of gradients, whether the device may skip it, and what an
 #   algorithm reads on the host. Each kind has a graph of its own. Steps of a kind are eager at first, so that kernels
 #   are compiled and libraries have their workspaces.
-# - NCCL wants a collective captured on all of its ranks or on none. So a fault of one rank makes no kind: the vector has
+# - NCCL wants a collective captured on all its ranks or on none. So a fault of one rank makes no kind: the vector has
 #   a flag for a missing gradient, and unaligned gradients are copied before.
 #   Excluded parameters, on which all ranks agree, make a step eager.
 # - Graphs, of one pool of memory, end with the engine's buffers and process groups.

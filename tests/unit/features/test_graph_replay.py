@@ -212,10 +212,10 @@ def stale(part: str, patch: pytest.MonkeyPatch) -> None:
         if part != "vector" or not RecordedGraph.made:
             begin(kernels, first["gradients"] if part == "addresses" else gradients)
 
-    def stale_numbers(kernels: Any, *sources: Any) -> Any:
+    def stale_numbers(kernels: Any, gathering: Any, returning: Any, call: Any) -> Any:
         if not RecordedGraph.made:
-            first[sources] = numbers_of(kernels, *sources)
-        return first[sources]
+            first[call.out_in] = numbers_of(kernels, gathering, returning, call)
+        return first[call.out_in]
 
     patch.setattr(fused.Kernels, "begin", stale_begin)
     if part == "numbers":
