@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .plugins.migrate import as_torch as as_torch
     from .plugins.migrate import converted as converted
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES: Mapping[str, str] = {
     "Assignment": "assignment.rules",
