@@ -22,6 +22,7 @@ from titan_muon.engine.faults.faults import REMEDIES
 from titan_muon.engine.tensors.storage import missing_streams
 from titan_muon.kernels import fused
 from titan_muon.options import MuonOptions
+from titan_muon.selection import algorithm_of
 from titan_muon.trainer import device
 from titan_muon.trainer.recipe import constraints
 from titan_muon.trainer.recipe.degrees import TORCH_NEEDS
@@ -199,7 +200,8 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.setattr(fused, "find_spec", importlib.util.find_spec)
         system.delenv("TRITON_INTERPRET", raising=False)
         recipe_errors = refusal(lambda: runpy.run_path(str(DOCS.parent / "titan_muon/trainer/__init__.py")))
-        context: Any = SimpleNamespace(options=MuonOptions(fused=True), device=kind, named=())
+        options = MuonOptions(fused=True)
+        context: Any = SimpleNamespace(options=options, algorithm=algorithm_of(options), device=kind, named=())
         fused_errors = refusal(lambda: fused.FusedFeature().check(context))
     works = {"CPU": "works", "NVIDIA 9.0 (Hopper)": "one GPU"}.get(name, "untested")
     trains = works if device.this_device() == kind else "on the CPU"
