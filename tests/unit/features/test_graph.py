@@ -229,7 +229,11 @@ ROWS: list[tuple[dict[str, Any], Change | None, tuple[Placement, ...] | None]] =
 ]
 
 
-@pytest.mark.parametrize(("options", "change", "placements"), ROWS, ids=lambda value: getattr(value, "__name__", str(value)))
+def shown(value: object) -> str:
+    return str(getattr(value, "__name__", value))
+
+
+@pytest.mark.parametrize(("options", "change", "placements"), ROWS, ids=shown)
 def test_the_buckets_of_a_step_repeat_those_of_the_step_before(
     options: dict[str, Any], change: Change | None, placements: tuple[Placement, ...] | None
 ) -> None:
