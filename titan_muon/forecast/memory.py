@@ -38,7 +38,7 @@ class Memory:
     gradients: int
     optimizer_states: int  # on the device between steps; if offloaded: the peak of all transfers in a step
     exchange_buffers: int
-    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`
+    orthogonalization: int  # whole matrices and temporary memory, `StepBytes.work`, and the kernels' tables
     host_parameters: int  # pinned, like the next two
     host_gradients: int
     host_states: int
@@ -115,7 +115,7 @@ def memory_per_rank(
     work = 0 if summary is None else summary.work_bytes_max
     states_on_device += _window_bytes(items, summary, options)
     if plan is not None:
-        states_on_device += _table_bytes(plan, summary)
+        work += _table_bytes(plan, summary)
         states_on_device += max(state_bytes(plan, algorithm.for_parameter).values(), default=0)
     return Memory(
         parameters=sum(on_device),

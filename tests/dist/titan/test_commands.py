@@ -39,6 +39,7 @@ COMMANDS: dict[str, str] = {
     f"{PYTHON} benchmarks/host_cost.py --help": r".*\S",
     f"{PYTHON} -m benchmarks.step_counts --help": r".*\S",
     f"{PYTHON} -m benchmarks.stages --help": r".*\S",
+    f"{PYTHON} -m benchmarks.exchanges --help": r".*\S",
 }
 """Last line of the output by command."""
 

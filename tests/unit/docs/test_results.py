@@ -48,10 +48,16 @@ def test_unmeasured_gpus_have_the_shares_of_the_data_sheet_that_the_h200_reached
 
 def test_plans_are_those_of_the_data() -> None:
     lines = (FOLDER / "plan.md").read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    rows = [row for row in cells if len(row) > 9 and row[1].replace(",", "").isdigit()]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    rows, columns = list[dict[str, str]](), list[str]()
+    for row in cells:
+        if row[0] == "model":
+            columns = [column.partition(" =")[0] for column in row]
+        elif "calls" in columns and row[1].isdigit():
+            rows.append(dict(zip(columns, row, strict=True)))
     planned = [row for file in sorted(FOLDER.glob("plan_*.json")) for row in json.loads(file.read_text())["rows"]]
-    assert [[*row[:2], row[3].split()[0], row[8].split()[0], row[9]] for row in rows] == [
+    shown = ("step", "host", "calls")
+    assert [[row["model"], row["ranks"], *(row[name].split()[0] for name in shown)] for row in rows] == [
         [r["model"], str(r["ranks"]), f"{r['step_ms']:,.1f}", f"{r['host_ms']:,.1f}", str(r["collectives"])]
         for r in planned
     ]

@@ -191,6 +191,7 @@ else:
 TRAIN = """
 import torch
 from torch import nn
+from titan_muon.trainer import HybridOptimizers
 
 model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.Linear(32, 32)])})
 optimizers = HybridOptimizers.Config().build(model_parts=[model])
