@@ -16,6 +16,7 @@ from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms.second_moment import NorMuon
 from titan_muon.algorithms.soap import Soap
 from titan_muon.engine.layout.work import Work
+from titan_muon.options import MuonOptions
 from titan_muon.selection import algorithm_of
 
 SCHEDULES: dict[str, tuple[Callable[[Muon], Any], float]] = {
@@ -243,3 +244,16 @@ def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
     assert "float32" not in muon.plan.reason, "without other ranks nothing travels"
     assert work.wire_bytes == 4
     assert work.state_bytes == 4 * (2 * 24**2 + 2 * 40**2 + 2 * 24 * 40 + 1)
+
+
+# The second moment
+
+
+@pytest.mark.parametrize("name", ["normuon", "adamuon"])
+def test_a_matrix_without_an_update_keeps_its_second_moment(name: str) -> None:
+    algorithm = algorithm_of(MuonOptions(algorithm=name))
+    (spec,) = algorithm.states(4, 3, transposed=False)
+    moments = torch.full((2, *spec.shape), 0.5)
+    algorithm.rescale(torch.stack([torch.zeros(4, 3), torch.ones(4, 3)]), {spec.name: moments}, {}, transposed=False)
+    assert moments[0].eq(0.5).all()
+    assert moments[1].ne(0.5).all()
