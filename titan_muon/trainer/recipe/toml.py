@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titan_muon.command import shipped
+
 DATA_SOURCES: Mapping[str, str] = {"data.files": "files", "data.dataset": "hf", "data.dataset_path": "hf"}
 """Value of `data.source` by a key that no other source reads."""
 
@@ -71,7 +73,10 @@ def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[dict[str, Entr
     if not isinstance(base, str):
         accepted = "the path of one recipe as a string, relative to this file"
         raise RecipeError(f"= {value_text(base)} is not accepted; it takes {accepted}.", key="base", source=str(path))
-    return [*read_layers(path.parent / base, (*chain, path)), with_data_source(_flatten(document, str(path)))]
+    below, packaged = path.parent / base, shipped() / "configs" / f"{base.removesuffix('.toml')}.toml"
+    # As the flag --config: a recipe of this package has a name, wherever the file is.
+    first = packaged if packaged.exists() and not below.exists() else below
+    return [*read_layers(first, (*chain, path)), with_data_source(_flatten(document, str(path)))]
 
 
 def parse_value(word: str) -> object:

@@ -268,3 +268,9 @@ def test_a_resolved_recipe_loads_without_the_base(tmp_path: Path) -> None:
     assert again == recipe
     assert again.name == "mine"
     assert to_toml(again) == to_toml(recipe)
+
+
+@pytest.mark.parametrize("name", ["llama_muon", "llama_muon.toml"])
+def test_a_base_may_be_a_recipe_of_the_package_wherever_the_file_is(tmp_path: Path, name: str) -> None:
+    recipe = load(write(tmp_path, f"base = '{name}'\ntraining.steps = 24\n"))
+    assert (recipe.model.name, recipe.training.steps) == ("llama3", 24)
