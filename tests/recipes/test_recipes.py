@@ -17,9 +17,8 @@ import models  # noqa: F401 (registers the families)
 from titan_muon import registry
 from titan_muon.engine.orthogonalize import Dispatch, coefficients
 from titan_muon.planner.machine import MACHINES
-from titan_muon.trainer.dry_run.compare import compare
 from titan_muon.trainer.dry_run.meta_model import build_meta_model, smallest_world
-from titan_muon.trainer.dry_run.report import report
+from titan_muon.trainer.dry_run.report import compare, report
 from titan_muon.trainer.recipe import Recipe, RecipeError, degrees, load, to_toml
 from titan_muon.trainer.recipe.command_line import Command, parse
 

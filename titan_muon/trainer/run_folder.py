@@ -4,13 +4,15 @@
 `tokenizer.json` if the run trained a tokenizer, `metrics.jsonl`, and `checkpoint/step-<N>/checksums.json`.
 """
 
+import fcntl
 import json
 import os
 import re
+import socket
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +26,7 @@ from titan_muon.trainer.recipe.toml import read_layers, value_text
 from titan_muon.trainer.recipe.torchtitan_sections import DEGREES, Checkpoint
 
 RECIPE, RUN, TOKENIZER, METRICS, LATEST = "recipe.toml", "run.json", "tokenizer.json", "metrics.jsonl", "latest"
-CHECKSUMS, METADATA = "checksums.json", ".metadata"
+CHECKSUMS, METADATA, LOCK_FILE = "checksums.json", ".metadata", "running.lock"
 FORMAT = 1
 """Version of a checkpoint's layout; readers refuse a higher one."""
 STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -364,3 +366,39 @@ def write_file(file: Path, text: str) -> None:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class FolderLock(ExitStack):
+    """Context of a lock, which ends with the context or the process."""
+
+    def take(self, folder: str) -> None:
+        """Lock `folder`, in place of an earlier folder.
+
+        Raises RecipeError if another job has the lock, and for a symbolic link in the folder.
+        """
+        # Closing any file handle of the lock file releases a process's lock.
+        self.close()
+        path = Path(folder, LOCK_FILE)
+        # In a shared folder a link of another user would lead what the run writes or deletes elsewhere.
+        for entry in sorted((*path.parent.iterdir(), *path.parent.glob("*/step-*"))):
+            if entry.is_symlink():
+                raise RecipeError(f"{entry} is a symbolic link, which a run never makes; remove it")
+        opened = open(path, "a+", encoding="utf-8", opener=without_links)  # noqa: SIM115 (entered)
+        file = self.enter_context(opened)
+        try:
+            # `lockf` works over NFS. Children would inherit `flock`, and may outlive the job.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise RecipeError(
+                f": {folder} is in use by {file.read().strip()}; end that job first, or start a new run "
+                'with checkpoint.load = "none" or another name',
+                key="checkpoint.load",
+            ) from error
+        except OSError as error:
+            print(f"warning: {folder} cannot be locked ({error}): start no second job in this folder", flush=True)
+            return
+        with suppress(OSError):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()

@@ -36,8 +36,7 @@ def train(command: Command) -> int:
     compat.install()
     import_modules(command.recipe)
     if command.dry_run:
-        from titan_muon.trainer.dry_run.compare import compare
-        from titan_muon.trainer.dry_run.report import report
+        from titan_muon.trainer.dry_run.report import compare, report
 
         if command.alternatives:
             print("\n".join(compare(command.alternatives, command.world_size, command.device)))

@@ -17,9 +17,9 @@ from titan_muon.forecast.fake_world import fake_world
 from titan_muon.forecast.memory import muon_of
 from titan_muon.forecast.model import PlannedModel, plan_of
 from titan_muon.trainer.assign.container import HybridOptimizers, parts_of_config
-from titan_muon.trainer.assign.explain import stage_ranks
 from titan_muon.trainer.device import planning_for, this_device
 from titan_muon.trainer.dry_run.training import ModelSize
+from titan_muon.trainer.model.pipeline import stage_ranks
 from titan_muon.trainer.model.qk_clip import reduced_bytes
 from titan_muon.trainer.recipe import Recipe, as_recipe_errors
 from titan_muon.trainer.recipe.degrees import check_layout

@@ -1,23 +1,27 @@
-"""`--dry-run`: print the recipe, the assignment, the plan and memory."""
+"""`--dry-run`: print the recipe, the assignment, the plan and memory. `--compare`: a table of alternative recipes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
+from titan_muon.assignment.rules import Assignment
 from titan_muon.assignment.table import decay_lines, parameter_table
 from titan_muon.forecast import lines
-from titan_muon.trainer.assign import explain
 from titan_muon.trainer.checks.start import data_problems
 from titan_muon.trainer.dry_run.verdict import StageReport, dry_run, is_for_this_machine, verdict_lines
+from titan_muon.trainer.model.pipeline import pipeline_line
 from titan_muon.trainer.model.qk_clip import qk_clip_lines
 from titan_muon.trainer.recipe import RecipeError, to_toml
-from titan_muon.trainer.recipe.command_line import Command
+from titan_muon.trainer.recipe.command_line import Alternative, Command
 from titan_muon.trainer.recipe.toml import without_password
 
 KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
+COLUMNS = ("", "fits", "peak GiB", "Muon ms", "AdamW ms", "over AdamW", "sent in Muon's step MiB", "idle ranks")
 
 
 def report(command: Command) -> None:
@@ -36,7 +40,7 @@ def report(command: Command) -> None:
     counts = [
         *lines.optimizer_lines(whole, recipe.muon.split, first.world_size),
         *decay_lines(*(part.meta.optimizers.groups for part in parts)),
-        *explain.weight_lines(whole, dtypes, recipe.muon.expert.rounding),
+        *weight_lines(whole, dtypes, recipe.muon.expert.rounding),
         *qk_clip_lines(recipe.qk_clip, first.logit_bytes, first.world_size),
         f"planned for {KINDS.get(kind, kind)}",
     ]
@@ -51,11 +55,22 @@ def report(command: Command) -> None:
         _write(Path(command.json), json.dumps(document, indent=1) + "\n")
 
 
+def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
+    """Effect of rounding on bfloat16 weights without a float32 copy, by optimizer."""
+    if torch.bfloat16 not in dtypes:
+        return
+    yield 'weights: bfloat16, and no float32 copy of them; training.dtype = "float32" would keep one'
+    lost = "rounds to the nearest, and loses updates of less than 0.2 % of a weight"
+    for optimizer in sorted({a.optimizer for a in assigned}):
+        stochastic = optimizer == "muon" and rounding == "stochastic"
+        yield f"  {optimizer} {'rounds stochastically, and keeps small updates on average' if stochastic else lost}"
+
+
 def _print(parts: Sequence[StageReport], text: Callable[[StageReport], Iterable[str]]) -> None:
     """Print the lines of each pipeline stage, below a heading if there are several."""
     for part in parts:
         meta = part.meta
-        heading = [explain.pipeline_line(meta.ranks, meta.world_size, meta.assigned)] if len(parts) > 1 else []
+        heading = [pipeline_line(meta.ranks, meta.world_size, meta.assigned)] if len(parts) > 1 else []
         print("\n".join(["", *heading, *text(part)]))
 
 
@@ -87,3 +102,47 @@ def _document(part: StageReport) -> dict[str, object]:
         "owners": [{"rank": rank, **asdict(load)} for rank, load in estimate.loads.items()],
         **({} if estimate.summary is None else asdict(estimate.summary)),
     }
+
+
+def compare(alternatives: Sequence[Alternative], world_size: int | None, device: str | None) -> Iterator[str]:
+    """A table of modelled times, then a line for each refused alternative."""
+    rows: list[tuple[bool, float, list[str]]] = []
+    refused: list[str] = []
+    machine = ""
+    for alternative in alternatives:
+        try:
+            parts = dry_run(alternative.load(), world_size, device)
+        except RecipeError as error:
+            refused.append(f"  {alternative.name}: refused: {error}")
+            continue
+        machine = parts[0].estimate.machine.name
+        fits, seconds = all(part.verdict.fits for part in parts), max(part.verdict.optimizers for part in parts)
+        rows.append((not fits, seconds, _row(alternative.name, parts)))
+    yield f"alternatives on {machine}, modelled; the shortest step of the optimizers that fits first"
+    yield from table(COLUMNS, [row for *_, row in sorted(rows, key=lambda item: item[:2])])
+    yield from refused
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: the first column to the left, the others to the right. None without rows."""
+    cells = [columns, *rows] if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers in cells:
+        yield "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
+
+
+def _row(name: str, parts: Sequence[StageReport]) -> list[str]:
+    slowest = max((part.verdict for part in parts), key=lambda verdict: verdict.optimizers)
+    summaries = [summary for part in parts if (summary := part.estimate.summary) is not None]
+    sent = max((summary.bytes_sent_max for summary in summaries), default=0)
+    idle = sum(cost.matrices == 0 for summary in summaries for cost in summary.ranks)
+    return [
+        name,
+        "yes" if all(part.verdict.fits for part in parts) else "no",
+        f"{max(part.verdict.peak for part in parts) / 2**30:,.1f}",
+        f"{1e3 * slowest.optimizers:,.2f}",
+        f"{1e3 * slowest.adamw:,.2f}",
+        f"{100 * slowest.overhead:+.2f} %",
+        f"{sent / 2**20:,.1f}",
+        f"{idle:,}",
+    ]

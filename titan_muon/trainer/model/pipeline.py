@@ -1,8 +1,9 @@
 """Pipeline stages: checks of the schedule, and initial values independent of the pipeline degree."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from titan_muon.assignment.rules import Assignment
 from titan_muon.trainer.device import forked_rng
 from titan_muon.trainer.recipe import Recipe, RecipeError
 from titan_muon.trainer.recipe.torchtitan_sections import Parallelism
@@ -94,3 +96,16 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)
     del part.init_weights
+
+
+def stage_ranks(world_size: int, stages: int, stage: int) -> range:
+    """Ranks of pipeline stage `stage` of `stages`."""
+    size = world_size // stages
+    return range(stage * size, (stage + 1) * size)
+
+
+def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment]) -> str:
+    """Heading for a pipeline rank."""
+    stage, elements = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {elements:,} parameters"

@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from titan_muon.command import shipped
 from titan_muon.ranges import COUNT
 from titan_muon.trainer.recipe.files import load, load_with_sources
 from titan_muon.trainer.recipe.flags import HELP, SOURCE, print_flags, read_flags, read_options
 from titan_muon.trainer.recipe.schema import keys, unknown, values
 from titan_muon.trainer.recipe.sections import Recipe
-from titan_muon.trainer.recipe.toml import RecipeError, value_text
+from titan_muon.trainer.recipe.toml import RecipeError, recipe_file, value_text
 
 FOR_TRAINING = ("config", "dry_run", "quiet")
 SEED, SEEDS = "training.seed", ("debug.seed", "data.seed")
@@ -119,7 +118,7 @@ def parse(argv: Sequence[str]) -> Command:
     asked = [word for before, word in pairwise(argv) if before in HELP and not word.startswith("-")]
     options, overrides = read_options(Options, [word for word in argv if word not in {*HELP, *asked}])
     if options.config is not None:
-        options = replace(options, config=_file(options.config))
+        options = replace(options, config=str(recipe_file(options.config, Path())))
     known = [*keys(Options), *keys(Recipe)]
     for key, entry in read_flags(overrides).items():
         if key not in known:
@@ -208,12 +207,6 @@ def alternatives(config: str, swept: Sequence[str], overrides: Sequence[str]) ->
 
 def _keys(names: str) -> list[str]:
     return [key for name in names.split("+") for key in (SEEDS if name == SEED else (name,))]
-
-
-def _file(config: str) -> str:
-    """The path of a recipe, also for the name of a recipe of this package."""
-    packaged = shipped() / "configs" / f"{config.removesuffix('.toml')}.toml"
-    return str(packaged) if packaged.exists() and not Path(config).exists() else config
 
 
 def _notice(line: str) -> None:

@@ -73,10 +73,14 @@ def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[dict[str, Entr
     if not isinstance(base, str):
         accepted = "the path of one recipe as a string, relative to this file"
         raise RecipeError(f"= {value_text(base)} is not accepted; it takes {accepted}.", key="base", source=str(path))
-    below, packaged = path.parent / base, shipped() / "configs" / f"{base.removesuffix('.toml')}.toml"
-    # As the flag --config: a recipe of this package has a name, wherever the file is.
-    first = packaged if packaged.exists() and not below.exists() else below
-    return [*read_layers(first, (*chain, path)), with_data_source(_flatten(document, str(path)))]
+    first = read_layers(recipe_file(base, path.parent), (*chain, path))
+    return [*first, with_data_source(_flatten(document, str(path)))]
+
+
+def recipe_file(name: str, folder: Path) -> Path:
+    """The path of a recipe: below `folder`, or else of the recipe of this package with this name."""
+    below, packaged = folder / name, shipped() / "configs" / f"{name.removesuffix('.toml')}.toml"
+    return packaged if packaged.exists() and not below.exists() else below
 
 
 def parse_value(word: str) -> object:

@@ -21,7 +21,6 @@ from titan_muon.forecast.lines import optimizer_lines, owned_step_lines, owner_l
 from titan_muon.forecast.memory import owner_loads
 from titan_muon.options import plural
 from titan_muon.planner.summary import summarize
-from titan_muon.trainer.assign import explain
 from titan_muon.trainer.checks.start import check_machine, check_start, data_facts, start_facts
 from titan_muon.trainer.data.loader import PackedDataLoader
 from titan_muon.trainer.data.tokenizers import BPETokenizer
@@ -35,8 +34,8 @@ from titan_muon.trainer.launch.attempts import (
     store_of_attempt,
     store_of_ranks,
 )
-from titan_muon.trainer.launch.folder_lock import FolderLock
 from titan_muon.trainer.launch.watchdog import Watchdog
+from titan_muon.trainer.model.pipeline import pipeline_line, stage_ranks
 from titan_muon.trainer.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.trainer.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.trainer.recipe.files import with_source
@@ -46,7 +45,7 @@ from titan_muon.trainer.run.runs import Run
 from titan_muon.trainer.run.signals import StopSignals
 from titan_muon.trainer.run.trainer import MuonTrainer
 from titan_muon.trainer.run.trainer_config import comm_config, trainer_config
-from titan_muon.trainer.run_folder import write_file
+from titan_muon.trainer.run_folder import FolderLock, write_file
 from titan_muon.trainer.torchtitan import compat
 
 MOST_FILES = 65536
@@ -191,7 +190,7 @@ def _begin_run(
 ) -> None:
     """Print the run's start and write its files, on rank 0. Raises on every rank if rank 0 fails."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
-    ranks = explain.stage_ranks(world, stages, rank * stages // world)
+    ranks = stage_ranks(world, stages, rank * stages // world)
     own = _stage_texts(trainer, recipe, ranks) if rank == ranks[0] else None
     parts = [own]
     if stages > 1:
@@ -215,7 +214,7 @@ def _stage_texts(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> tuple[st
     plan, named = trainer.optimizers.plan, trainer.optimizers.named_parameters
     summary = None if plan is None else summarize(plan)
     loads = owner_loads(named, summary, ranks)
-    head = [] if len(ranks) == world else [explain.pipeline_line(ranks, world, assigned)]
+    head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
     lines = [*plan_lines(plan, summary), *owned_step_lines(plan, named, skips=recipe.muon.expert.skips_missing)]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *lines, "", *owner_lines(loads, full=True)]

@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_muon.trainer.fault import by_rank_0
-from titan_muon.trainer.launch.folder_lock import FolderLock
 from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
 from titan_muon.trainer.run.checkpoints import flaw
 from titan_muon.trainer.run.console import print_on_rank0
@@ -28,6 +27,7 @@ from titan_muon.trainer.run_folder import (
     RECIPE,
     RUN,
     TOKENIZER,
+    FolderLock,
     RunFolder,
     choose,
     read_bytes,

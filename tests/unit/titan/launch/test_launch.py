@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.dist.harness import run_program
 from titan_muon.trainer.launch import attempts
 from titan_muon.trainer.launch.attempts import describe_world, store_of_attempt, store_of_ranks
-from titan_muon.trainer.launch.folder_lock import LOCK_FILE, FolderLock
 from titan_muon.trainer.launch.watchdog import Heartbeat, Watchdog, late_ranks
 from titan_muon.trainer.recipe import RecipeError
+from titan_muon.trainer.run_folder import LOCK_FILE, FolderLock
 
 ROOT = Path(__file__).parents[4]
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
@@ -153,7 +153,7 @@ def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
 
 HOLD = """
 import sys, time
-from titan_muon.trainer.launch.folder_lock import FolderLock
+from titan_muon.trainer.run_folder import FolderLock
 with FolderLock() as lock:
     lock.take(sys.argv[1])
     print("taken", flush=True)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests import tiny
-from titan_muon.trainer.commands.hugging_face import save
+from titan_muon.trainer.commands.hugging_face import hf_config, save
 from titan_muon.trainer.commands.saved_model import SavedModel
 from titan_muon.trainer.data.tokenizers import tokenizer_config
 from titan_muon.trainer.model.attention import share_dense_mask
-from titan_muon.trainer.model.hugging_face import hf_config
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe, RecipeError
 

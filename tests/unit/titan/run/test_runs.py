@@ -20,13 +20,12 @@ from titan_muon.options import OptionError
 from titan_muon.trainer import run_folder
 from titan_muon.trainer.data.tokenizers import tokenizer_config
 from titan_muon.trainer.fault import by_rank_0
-from titan_muon.trainer.launch.folder_lock import FolderLock
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
 from titan_muon.trainer.recipe.schema import keys
 from titan_muon.trainer.run.checkpoints import RunCheckpoints, flaw
 from titan_muon.trainer.run.runs import Run, agree, begin, changed_keys, discard, open_run
 from titan_muon.trainer.run.trainer_config import trainer_config
-from titan_muon.trainer.run_folder import RunFolder, run_name, runs_in, saved_steps, short_key
+from titan_muon.trainer.run_folder import FolderLock, RunFolder, run_name, runs_in, saved_steps, short_key
 from titan_muon.trainer.storage.checksums import SummingWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
