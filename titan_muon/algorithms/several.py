@@ -1,4 +1,4 @@
-"""Several algorithms in one Muon: as one (`["normuon", "muonh"]` is NorMuonH), or by parameter group."""
+"""Several algorithms in a Muon: composed (`["normuon", "muonh"]` is NorMuonH), or by parameter group."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ REPLACED_STEPS: Mapping[str, str] = MappingProxyType(
         "after_return": "the update of the weights",
     }
 )
-"""Steps of which one algorithm of a composition may have its own, by their first method."""
+"""Steps that only a single algorithm of a composition may replace, by their first method."""
 
 
 class Composed(Several):
-    """Every `prepare` and `rescale`, in order, and one each of the other steps. A constant norm is restored last.
+    """Every `prepare` and `rescale`, in order, and the other steps of a single algorithm. A constant norm comes last.
 
     Raises OptionError for two algorithms that replace the same step or have a state of the same name.
     """
@@ -78,7 +78,7 @@ class Composed(Several):
         self.momentum = self.gathering.momentum
 
     def _only(self, *methods: str) -> Algorithm:
-        """The algorithm with methods of its own instead of Muon's, or else the first one."""
+        """The algorithm that replaces a method of Muon, or else the first algorithm."""
         own = [a for a in self.parts if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
         if len(own) > 1:
             problem = (

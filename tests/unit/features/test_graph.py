@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from titan_muon.engine.step.step import MuonStep
 from titan_muon.kernels import graph
 from titan_muon.kernels.fused import Kernels
 from titan_muon.kernels.launch import TableLaunch
-from titan_muon.options import HYPERPARAMETERS, SHARED, Machine, Split
+from titan_muon.options import HYPERPARAMETERS, SHARED, Machine, OptionError, Split
 from titan_muon.plugins.clip import NormCheck
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -376,3 +377,11 @@ def test_graphs_are_captured_apart_from_other_threads_and_share_their_memory(mon
         muon.close()
     assert made[0].log == ["thread_local, own memory", "replay", "replay", "reset"]
     assert made[1].log == ["thread_local, memory of 0", "replay", "replay", "reset"]
+
+
+def test_gloo_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = SimpleNamespace(device=torch.device("cuda"), plan=SimpleNamespace(buckets=("exchanged",)))
+    parts: Any = SimpleNamespace(rank=rank)
+    monkeypatch.setattr(graph, "backends", lambda: {"cuda": "gloo"})
+    with pytest.raises(OptionError, match="needs NCCL, because gloo exchanges on the host; set False"):
+        graph.GraphFeature().runner(parts)

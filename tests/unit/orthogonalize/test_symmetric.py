@@ -137,3 +137,12 @@ def test_a_gpu_without_a_tensor_memory_accelerator_refuses_the_symmetric_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(OptionError, match=r"compute capability 9 or 10 .* choose 'auto'"):
         kernels_for("triton", torch.device("cuda"))
+
+
+def test_auto_takes_the_measured_kernels_of_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
+    monkeypatch.setattr("titan_muon.kernels.measured.product_of", lambda products: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, products in (("NVIDIA H200", {"plain", "triton"}), ("GPU Y", set())):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert {kernel.products for kernel in kernels_for("auto", torch.device("cuda"))} == products

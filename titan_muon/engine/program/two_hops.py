@@ -1,12 +1,12 @@
 """An exchange in two hops: over the network into the owner's node, then inside the node to the owner, and back."""
 
 # [Note: rail first]
-# - The ranks of one local index on all nodes are a rail. A rank sends over its rail what belongs to owners of a node:
-#   to the node's rank of its own local index, which passes it on inside the node. Results return the same way.
-# - So a matrix enters its owner's node by all network links of the node. An all-to-all squeezes it through the owner's
-#   link, and so does a first hop inside the node, which NCCL takes by itself (PXN).
+# - The ranks of a local index on all nodes are a rail. For the owners of a node, a rank sends to the node's rank on the
+#   same rail, which passes the elements on inside the node. Results return the same way.
+# - So a matrix enters the owner's node by all network links of the node. An all-to-all squeezes the matrix through the
+#   owner's link, and so does a first hop inside the node, as NCCL takes it (PXN).
 # - A rank has at most one peer on each other node in a hop, and the other ranks of its node in the other hop.
-# - The last node may lack ranks if it owns nothing: its ranks send over the rails that they are on.
+# - The last node may lack ranks if it owns nothing: the ranks there send over their rails.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of optional features of a step, and what they change of it."""
+"""The interface of optional features, and the parts of a step that a feature may change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .views import BucketViews
 
 
 class Feature:
-    """An optional behaviour of a step. A feature that is off is not in the list, and its file is not imported.
+    """An optional behaviour of a step. The list has the features that are on; the engine imports no other file.
 
     The engine calls each method of all features, in the order of the list, on every rank alike.
     """
@@ -24,7 +24,7 @@ class Feature:
         """Raise OptionError for options or parameters that the feature cannot use."""
 
     def overlap(self) -> LateUpdates | None:
-        """What ends the late buckets of a step, once for an optimizer. None: the step."""
+        """The object that ends the late buckets of a step, once for an optimizer. None: the step ends all buckets."""
         return None
 
     def decorate(self, parts: BuiltStep) -> None:
@@ -34,7 +34,7 @@ class Feature:
         """After the views are made: replace views and mask, add hooks. `before`: for earlier storage of the plan."""
 
     def runner(self, parts: BuiltStep) -> Runner | None:
-        """After the step is made: what runs it. None: the step itself."""
+        """After the step is made: the object that runs the step. None: the step runs itself."""
         return None
 
 
