@@ -1,6 +1,7 @@
 """Fixtures of process groups, and of matrix products."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ def four_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
-    """A gloo group of a single rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A gloo group of a single rank, with a timeout of a minute."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1))
     yield
     dist.destroy_process_group()
 

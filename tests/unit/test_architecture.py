@@ -21,6 +21,7 @@ COLLECTIVES = set(
     reduce_scatter_tensor scatter scatter_object_list send send_object_list
     """.split()  # noqa: SIM905
 )
+DISTRIBUTED = ("dist", "distributed", "funcol", "_functional_collectives", "c10d")
 # DTensor's own ways to communicate.
 REDISTRIBUTING = {"full_tensor", "redistribute"}
 
@@ -67,8 +68,7 @@ def within(module: str, parent: str) -> bool:
 
 def part(path: Path) -> str:
     """Part of the package with a file: the folder's name, or the file's."""
-    inside = path.relative_to(PACKAGE).with_suffix("").parts
-    return inside[0]
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 ENGINE = "titan_muon.engine"
@@ -123,23 +123,16 @@ def test_nothing_in_the_library_imports_what_stands_beside_it() -> None:
 
 def called(path: Path, names: set[str]) -> Iterator[str]:
     """Uses of torch.distributed functions and DTensor methods with the passed names."""
-    functions = {node.asname or node.name for node in from_distributed(path)}
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and node.attr in names and on_distributed(node.value):
+    nodes = [*ast.walk(tree(path))]
+    froms = (n for n in nodes if isinstance(n, ast.ImportFrom) and within(n.module or "", "torch.distributed"))
+    functions = names & {alias.asname or alias.name for node in froms for alias in node.names}
+    for node in nodes:
+        # torch.distributed under a usual name, or the functional collectives.
+        attribute = isinstance(node, ast.Attribute) and node.attr in names
+        if attribute and ast.unparse(node.value).split(".")[-1] in DISTRIBUTED:
             yield f"{name(path)}:{node.lineno} {ast.unparse(node)}"
-        elif isinstance(node, ast.Name) and node.id in names & functions:
+        elif isinstance(node, ast.Name) and node.id in functions:
             yield f"{name(path)}:{node.lineno} {node.id}"
-
-
-def from_distributed(path: Path) -> Iterator[ast.alias]:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and within(node.module or "", "torch.distributed"):
-            yield from node.names
-
-
-def on_distributed(value: ast.expr) -> bool:
-    """Whether an expression is torch.distributed under a usual name, or the functional collectives."""
-    return ast.unparse(value).split(".")[-1] in ("dist", "distributed", "funcol", "_functional_collectives", "c10d")
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
@@ -158,19 +151,14 @@ def test_only_three_folders_and_clipping_call_collectives(path: Path) -> None:
 
 def imported_files(path: Path) -> set[Path]:
     """Imported files of this repository: at the top, in functions, or for type checks."""
-    modules = (module_file(ROOT, module) for module in imports(path))
-    return {file for file in modules if file is not None} - {path}
+    return {file for module in imports(path) if (file := module_file(module)) is not None} - {path}
 
 
-def module_file(home: Path, module: str) -> Path | None:
+def module_file(module: str) -> Path | None:
     """The file for the longest importable prefix of a dotted name."""
     parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        base = home.joinpath(*parts[:length])
-        for file in (base.with_suffix(".py"), base / "__init__.py"):
-            if file.is_file():
-                return file
-    return None
+    bases = (ROOT.joinpath(*parts[:length]) for length in range(len(parts), 0, -1))
+    return next((file for b in bases for file in (b.with_suffix(".py"), b / "__init__.py") if file.is_file()), None)
 
 
 def folder_of(path: Path) -> str:
@@ -234,17 +222,13 @@ WRITES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popit
 def collections(path: Path) -> Iterator[tuple[str, bool]]:
     """Module-level dicts, lists and sets, and whether their annotation is read-only."""
     for node in tree(path).body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or not makes_mutable(node.value):
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        read_only = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).split("[")[0] in READ_ONLY
-        yield from ((ast.unparse(target), read_only) for target in targets if ast.unparse(target) != "__all__")
-
-
-def makes_mutable(value: ast.expr | None) -> bool:
-    if isinstance(value, ast.Call):
-        return ast.unparse(value.func).split(".")[-1] in CONSTRUCTORS
-    return isinstance(value, MUTABLE)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            value = node.value
+            made = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in CONSTRUCTORS
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            read_only = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).split("[")[0] in READ_ONLY
+            if made or isinstance(value, MUTABLE):
+                yield from ((ast.unparse(target), read_only) for target in targets if ast.unparse(target) != "__all__")
 
 
 def written(path: Path) -> Iterator[str]:

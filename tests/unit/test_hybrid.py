@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import pickle
 import re
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler as torchs
 
 from titan_muon import Expert, Hybrid, Muon, Rule, assign, clip_grad_norm_, parameter_groups, registry
@@ -119,35 +117,7 @@ def test_parameter_groups_of_known_layouts_name_the_splits_for_muon() -> None:
     assert len(matrices) == len(Hybrid(model).build().optimizers["muon"].plan.matrices) > 2
 
 
-def through_a_file(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
-    file = io.BytesIO()
-    torch.save(hybrid.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-
-
-def by_dcp(flat: bool) -> Callable[..., None]:
-    def load(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        state = copy.deepcopy(get_optimizer_state_dict(model, hybrid, options=options))
-        if flat:
-            assert "state.layers.0.up.weight.momentum_buffer" in state
-        set_optimizer_state_dict(other_model, other, state, options=options)
-
-    return load
-
-
-@pytest.mark.parametrize("load", [through_a_file, by_dcp(False), by_dcp(True)])
-def test_a_resume_is_bitwise(load: Callable[..., None]) -> None:
-    model, other = Decoder(), Decoder(1)
-    hybrid, resumed = Hybrid(model, **OPTIONS), Hybrid(other, **OPTIONS)
-    train(model, hybrid, range(3))
-    other.load_state_dict(model.state_dict())
-    load(hybrid, model, resumed, other)
-    assert set(resumed.state) == set(other.parameters())
-    train(model, hybrid, range(3, 5))
-    train(other, resumed, range(3, 5))
-    assert equal(model, other)
+# State dicts: tests/conformance and tests/dist/step
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
@@ -187,26 +157,13 @@ def test_a_predicate_decides_after_rules_and_before_the_defaults() -> None:
     assert chosen["layers.0.norm.weight"] == ("adamw", "is_muon")
 
 
-KERNELS = {"conv1d.weight": nn.Conv1d(32, 32, 31).weight, "conv2d.weight": nn.Conv2d(32, 32, 3).weight}
-
-
-def test_no_convolution_is_trained_as_a_stack_without_a_word() -> None:
-    with pytest.warns(UserWarning, match=r"conv1d\.weight: taken as a stack .* dims = 'f b1 d -> \| f \(b1 d\)'"):
-        Muon([("conv1d.weight", KERNELS["conv1d.weight"])])
-    model = nn.ModuleDict({"conv": nn.Conv1d(32, 32, 31)})
-    with pytest.warns(UserWarning, match=r"^conv\.weight: taken as a stack"):
-        Hybrid(model, rules=[Rule(match="conv.weight", optimizer="muon")])
-
-
 def test_the_line_in_the_refusal_of_four_dims_works_as_written() -> None:
+    kernel = [("conv2d.weight", nn.Conv2d(32, 32, 3).weight)]
     with pytest.raises(ValueError, match=r"^conv2d\.weight: Muon takes matrices .* or describe its") as refused:
-        Muon([("conv2d.weight", KERNELS["conv2d.weight"])])
-    stack, matrix = re.findall(r"'(.*? -> .*?)'", str(refused.value))
-    counts = []
-    for dims in (stack, matrix):
-        muon = Muon([("conv2d.weight", KERNELS["conv2d.weight"])], split=[Split(match="conv2d.weight", dims=dims)])
-        counts.append(len(muon.build().plan.matrices))
-    assert counts == [32 * 32, 1]
+        Muon(kernel)
+    described = re.findall(r"'(.*? -> .*?)'", str(refused.value))
+    muons = (Muon(kernel, split=[Split(match="conv2d.weight", dims=dims)]) for dims in described)
+    assert [len(muon.build().plan.matrices) for muon in muons] == [32 * 32, 1]
 
 
 def test_a_model_of_only_lora_is_refused_with_the_rule_for_muon() -> None:
@@ -216,13 +173,6 @@ def test_a_model_of_only_lora_is_refused_with_the_rule_for_muon() -> None:
         Hybrid(model)
     rule = Rule(match="*lora_*", optimizer="muon")
     assert [a.optimizer for a in Hybrid(model, rules=[rule]).assignments] == ["muon"]
-
-
-def test_suspicious_assignments_cause_warnings() -> None:
-    model = Decoder()
-    model.layers[0].up, model.layers[0].down = nn.Linear(16, 8), nn.Linear(8, 16, bias=False)
-    with pytest.warns(UserWarning, match=r"layers\.\*\.up\.weight \(8x16\).*: a side under 16"):
-        Hybrid(model)
 
 
 def test_the_table_has_optimizer_and_reason_of_every_parameter() -> None:

@@ -28,14 +28,16 @@ class Run:
     hybrid: Hybrid
 
 
-def run_of(seed: int = 0, shard: Callable[[nn.Module], object] | None = None, frozen: tuple[str, ...] = ()) -> Run:
+def run_of(
+    seed: int = 0, shard: Callable[[nn.Module], object] | None = None, frozen: str = "", others: bool = True
+) -> Run:
     model = Decoder(seed)
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
     if shard is not None:
         shard(model)
-    rules = [Rule(match=OTHER, optimizer="torch_adam")]
-    return Run(model, Hybrid(model, rules=rules, others={"torch_adam": {"lr": 0.02}}, **OPTIONS))
+    rules = [Rule(match=OTHER, optimizer="torch_adam")] if others else []
+    return Run(model, Hybrid(model, rules=rules, others={"torch_adam": {"lr": 0.02}} if others else {}, **OPTIONS))
 
 
 @contextmanager
@@ -47,10 +49,7 @@ def torch_adam() -> Iterator[None]:
         del registry.optimizers._values["torch_adam"]
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    with torch_adam():
-        yield
+_registered = pytest.fixture(autouse=True)(torch_adam.__wrapped__)
 
 
 # Events that change no digit
@@ -168,11 +167,7 @@ def test_the_saved_state_is_the_trained_state(event: str, moment: str) -> None:
 
 
 def test_offload_and_reload_keep_the_state() -> None:
-    def run_without_others(seed: int = 0) -> Run:
-        model = Decoder(seed)
-        return Run(model, Hybrid(model, **OPTIONS))
-
-    run, reference = run_without_others(), run_without_others()
+    run, reference = run_of(others=False), run_of(others=False)
     for each in (run, reference):
         train(each.model, each.hybrid, range(2))
     run.hybrid.offload()
@@ -188,7 +183,7 @@ def test_offload_and_reload_keep_the_state() -> None:
 
 @pytest.mark.parametrize("name", [MUON, ADAMW, OTHER])
 def test_a_parameter_frozen_at_the_start_trains_after_it_is_thawed(name: str) -> None:
-    run = run_of(frozen=(name,))
+    run = run_of(frozen=name)
     parameter = run.model.get_parameter(name)
     before = parameter.detach().clone()
     train(run.model, run.hybrid, range(2))
@@ -196,9 +191,7 @@ def test_a_parameter_frozen_at_the_start_trains_after_it_is_thawed(name: str) ->
     assert name in run.hybrid.table().splitlines()[-1]
     parameter.requires_grad_(True)
     if name != OTHER:
-        with pytest.raises(
-            ValueError, match=r"frozen when the optimizer was built need a gradient now; call rebuild\(\)"
-        ):
+        with pytest.raises(ValueError, match=r"frozen when the optimizer was built need a gradient now; call rebuild"):
             train(run.model, run.hybrid, range(2, 4))
     run.hybrid.zero_grad()
     run.hybrid.rebuild()

@@ -10,18 +10,8 @@ PACKAGE = Path(__file__).parents[2] / "titan_muon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SETS = ("set", "frozenset", "AbstractSet", "Set")
 FREE = (
-    "sorted",
-    "set",
-    "frozenset",
-    "any",
-    "all",
-    "len",
-    "min",
-    "max",
-    "isdisjoint",
-    "issuperset",
-    "issubset",
-    "union",
+    *("sorted", "set", "frozenset", "any", "all", "len", "min", "max"),
+    *("isdisjoint", "issuperset", "issubset", "union"),
 )
 """Functions whose result does not depend on the order. `min` and `max` with a key may meet a tie."""
 ORDERED = ("list", "tuple", "iter", "next", "enumerate", "zip", "map", "filter", "fromkeys", "join", "chain", "sum")
@@ -103,9 +93,6 @@ class Orders(ast.NodeVisitor):
 
     def visit_Set(self, node: ast.Set) -> None:
         self._free |= {*node.elts}
-        self.generic_visit(node)
-
-    def visit_SetComp(self, node: ast.SetComp) -> None:
         self.generic_visit(node)
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:

@@ -1,4 +1,4 @@
-"""What the library refuses, and with which words: a row is a call and the start of its error.
+"""What the library refuses or warns of, and with which words: a row is a call and the start of its text.
 
 To add a row, write the call behind `lambda:` and the text of its error behind it. `...` stands for any text, and a row
 belongs below the comment of its subject. Refusals after which something must be unchanged have tests of their own.
@@ -6,6 +6,7 @@ belongs below the comment of its subject. Refusals after which something must be
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -136,23 +137,37 @@ def step_without(grads: tuple[str, ...], sparse: str = "") -> None:
     made.step()
 
 
-def lost(kind: Any) -> None:
-    """A step after a group lost a parameter: names of the remaining ones would move to others."""
+def changed(change: Callable[[Any], object], kind: Any = Muon) -> None:
+    """A step after a change of an optimizer of a, b and c."""
     params = {name: weight() for name in "abc"}
     built = kind(params.items())
-    for param in params.values():
-        param.grad = torch.ones_like(param)
-    built.step()
+    for act in (change, str):
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        built.step()
+        act(built)
+
+
+def lost(built: Any) -> None:
+    """Names of the remaining parameters would move to others."""
     del built.param_groups[0]["params"][1]
-    built.step()
 
 
-def closed() -> None:
+def not_finite(*, clip: bool) -> None:
     param = weight()
-    built = muon(("w", param))
-    built.close()
-    param.grad = torch.ones_like(param)
-    built.step()
+    made = muon(("w", param), on_bad_gradient="skip_step")
+    param.grad = torch.full((16, 16), torch.nan)
+    if clip:
+        clip_grad_norm_([param], 1.0, optimizer=made)
+    made.step()
+    made.step()
+    made.check_last_step()
+
+
+def load_without_keys() -> None:
+    state = muon().state_dict()
+    del state["param_groups"][0]["ns_steps"]
+    muon().load_state_dict(state)
 
 
 def flattened(count: int) -> None:
@@ -336,9 +351,14 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
      "algorithm = 'muonh' needs float32 weights...: w; keep the weights in float32"),
     (lambda: step_without(("b",)), "no gradient for a: use the parameter in the loss"),
     (lambda: step_without(("a", "b"), "b"), "b: the gradient is sparse, ... torch.optim.SparseAdam"),
-    (closed, "...this Muon was closed"),
-    (lambda: lost(Muon), "param_groups: the group of a has 2 parameters and 3 names; "),
-    (lambda: lost(AdamW), "param_groups: the group of a has 2 parameters and 3 names; "),
+    (lambda: changed(lambda built: built.close()), "...this Muon was closed"),
+    (lambda: changed(lost), "param_groups: the group of a has 2 parameters and 3 names; "),
+    (lambda: changed(lost, AdamW), "param_groups: the group of a has 2 parameters and 3 names; "),
+    (lambda: changed(lambda built: next(iter(built.state.values())).update(momentum_buffer=torch.zeros(3, 3))),
+     "...momentum was replaced"),
+    *((lambda change=change: changed(lambda built: built.param_groups[0].update(change)),
+       "a...: ns_steps, ns_coefficients, eps or algorithm changed since Muon was built")
+      for change in ({"ns_steps": 4}, {"eps": 1e-3}, {"algorithm": "normuon"}, {"ns_coefficients": [[3, -4, 2]]})),
     # Keys of groups
     (lambda: grouped(algorithm=3), f"algorithm = 3 is not accepted; {NAMES}, in the group of w1"),
     (lambda: grouped(algorithm="adamw"), "algorithm = 'adamw' marks parameters of another algorithm; ...adamw.AdamW"),
@@ -459,8 +479,27 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: attention(2).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
     (lambda: head_splits(nn.Linear(4, 4)), "...no attention with head_dim ... dims='(n h) d -> n | h d'"),
 ]
-# fmt: on
 """The call, and the text with which its error begins."""
+
+SKIPPED = "w: the gradient was not finite, and the step changed nothing on any rank"
+CONV = {"conv1d.weight": nn.Conv1d(32, 32, 31).weight, "conv": nn.Conv1d(64, 64, 3).weight}
+WARNINGS: list[tuple[Callable[[], object], list[str]]] = [
+    (lambda: Muon([("embed_tokens.weight", weight(32, 32)), ("layers.0.w", weight(32, 4))]),
+     ["embed_tokens.weight: ...embedding", "layers.*.w (32x4): a side under 16"]),
+    (lambda: Muon([("conv", CONV["conv"])]), ["conv (64x64x3): a side under 16", "conv: taken as a stack"]),
+    (lambda: Muon([("conv", CONV["conv"])], split=[Split(match="conv", dims="o i k -> | o (i k)")]), []),
+    (lambda: Muon([("conv1d.weight", CONV["conv1d.weight"])]),
+     ["conv1d.weight: taken as a stack ... dims = 'f b1 d -> | f (b1 d)'"]),
+    (lambda: Hybrid(nn.ModuleDict({"conv": nn.Conv1d(32, 32, 31)}), rules=[Rule(match="*.weight", optimizer="muon")]),
+     ["conv.weight: taken as a stack"]),
+    (lambda: Hybrid(nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 8, False), nn.Linear(8, 32, False))),
+     ["1.weight (8x32)...: a side under 16"]),
+    (lambda: not_finite(clip=False), [SKIPPED, SKIPPED]),
+    (lambda: not_finite(clip=True), ["the norm of the gradients was not finite", SKIPPED, SKIPPED]),
+    (load_without_keys, ["the state dict has no ns_steps: the present values stay"]),
+]
+# fmt: on
+"""The call, and the text with which each of its warnings begins."""
 
 
 @pytest.fixture(autouse=True)
@@ -471,11 +510,25 @@ def _another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+def begins(said: str, text: str) -> bool:
+    return re.match(re.escape(text).replace(re.escape("..."), ".*"), said, re.DOTALL) is not None
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("call", "text"), REFUSALS, ids=[text.strip(".")[:50] for _, text in REFUSALS])
 def test_a_wrong_call_is_refused_with_the_problem_and_the_remedy(call: Callable[[], object], text: str) -> None:
     with pytest.raises((ValueError, TypeError)) as refused:
         call()
-    assert re.match(re.escape(text).replace(re.escape("..."), ".*"), str(refused.value), re.DOTALL), refused.value
+    assert begins(str(refused.value), text), refused.value
     if isinstance(refused.value, OptionError):
         assert str(refused.value).startswith(refused.value.option)
+
+
+@pytest.mark.parametrize(("call", "texts"), WARNINGS, ids=[" and ".join(texts)[:50] or "none" for _, texts in WARNINGS])
+def test_a_doubtful_call_warns_of_each_doubt_at_the_users_line(call: Callable[[], object], texts: list[str]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    said = [str(warning.message) for warning in caught]
+    assert [begins(*pair) for pair in zip(said, texts, strict=True)] == [True] * len(texts), said
+    assert {warning.filename for warning in caught} <= {__file__}

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -38,14 +37,8 @@ def test_a_registered_value_is_found_by_name_and_a_similar_name_is_suggested() -
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package with an optimizer, as installed by pip."""
     (tmp_path / "their_package.py").write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from titan_muon.registry import OptimizerEntry
-
-            entry = OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
-            """
-        )
+        "import torch\nfrom titan_muon.registry import OptimizerEntry\n"
+        "entry = OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ('foreach',))\n"
     )
     info = tmp_path / "their_package-1.0.dist-info"
     info.mkdir()

@@ -192,7 +192,7 @@ def traffic(
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
     Counts the operators of `engine/step/muon.py` and `engine/step/rounding.py`, without caches;
-    tests/unit/plan/test_passes.py compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
+    tests/unit/step/test_memory.py compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
     `fused`: kernels of `kernels/passes.py`.
     """
     if fused:

@@ -82,11 +82,8 @@ def linear(rows: int, cols: int) -> nn.Linear:
 
 
 def model(tied: bool = False, **layer: object) -> nn.Module:
-    made = module(
-        embed=nn.Embedding(512, 64, device="meta"),
-        layers=nn.ModuleList([module(**layer), module(**deepcopy(layer))]),
-        head=linear(512, 64),
-    )
+    layers = nn.ModuleList([module(**layer), module(**deepcopy(layer))])
+    made = module(embed=nn.Embedding(512, 64, device="meta"), layers=layers, head=linear(512, 64))
     if tied:
         made.head.weight = made.embed.weight
     return made
@@ -96,61 +93,55 @@ def assigned(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
     return {a.fqn: a for a in assign_parameters(inspect_model([made]), [], **options)}
 
 
-def test_the_vocabulary_size_identifies_an_output_head() -> None:
-    roles = assigned(model(up=linear(512, 64)))
-    assert roles["head.weight"].reason == "output head"
-    assert roles["embed.weight"].reason.startswith("embedding")
+def embedding() -> nn.Embedding:
+    return nn.Embedding(512, 64, device="meta")
+
+
+def classifying(name: str) -> nn.Module:
+    made = model()
+    made.add_module(name, linear(20, 64))
+    return made
+
+
+HIDDEN, STACK, HEAD = "hidden matrix", "stack of expert matrices", "output head"
+GATED = {"gate": linear(8, 64), "experts": module("MyExperts", w=parameter(8, 32, 64)), "gate_proj": linear(32, 64)}
+# fmt: off
+ROLES: list[tuple[nn.Module, dict[str, str]]] = [
+    # A model, and how the reason of a parameter begins. Muon trains hidden matrices and stacks, AdamW the rest.
     # As wide as the vocabulary, and within a layer: hidden.
-    assert roles["layers.0.up.weight"].optimizer == "muon"
-    tied = assigned(model(tied=True))
-    assert [a.reason for a in tied.values()] == ["embedding: its rows are looked up, not multiplied"]
-    for name in ("classifier", "value_head", "lm_head"):
-        made = model()
-        made.add_module(name, linear(20, 64))
-        assert assigned(made)[f"{name}.weight"].optimizer == "adamw", "a classifier has no row for each token"
+    (model(up=linear(512, 64)), {"head.weight": HEAD, "embed.weight": "embedding", "layers.0.up.weight": HIDDEN}),
+    (model(tied=True), {"embed.weight": "embedding: its rows are looked up, not multiplied"}),
+    # A classifier has no row for each token.
+    *((classifying(name), {f"{name}.weight": ""}) for name in ("classifier", "value_head", "lm_head")),
+    (nn.Sequential(embedding(), linear(512, 64), linear(64, 512), linear(512, 64)),
+     {"1.weight": HIDDEN, "2.weight": HIDDEN, "3.weight": HEAD}),
+    (module(embed=embedding(), layers=nn.ModuleList([linear(512, 64), linear(512, 64)])), {"layers.1.weight": HIDDEN}),
+    (model(embed_proj=linear(64, 32)), {"layers.0.embed_proj.weight": HIDDEN}),
+    # Without a vocabulary the name decides.
+    (module(embed_in=linear(64, 32), output=linear(32, 64), layers=module(a=linear(64, 32))),
+     {"embed_in.weight": "", "output.weight": "", "layers.a.weight": HIDDEN}),
+    (model(x=nn.Conv2d(3, 8, 4, bias=False, device="meta")), {"layers.0.x.weight": "convolution"}),
+    (model(x=nn.LayerNorm((8, 8), bias=False, device="meta")), {"layers.0.x.weight": "scale of a norm"}),
+    (model(pos_embed=parameter(16, 64)), {"layers.0.pos_embed": "table"}),
+    (model(A_log=parameter(64, 16)), {"layers.0.A_log": "acts element by element"}),
+    (model(down_proj_bias=parameter(8, 128)), {"layers.0.down_proj_bias": "biases"}),
+    (model(shared_gate=parameter(1, 64)), {"layers.0.shared_gate": "vector: one row"}),
+    (model(lora_a=linear(8, 64)), {"layers.0.lora_a.weight": "factor of LoRA"}),
+    (model(x=module("TopKRouter", gate=linear(8, 64))), {"layers.0.x.gate.weight": "router"}),
+    (model(x=module("TopKRouter", weight=parameter(8, 64))), {"layers.0.x.weight": "router"}),
+    # A gate beside experts.
+    (model(**GATED), {"layers.0.gate.weight": "router", "layers.0.gate_proj.weight": HIDDEN}),
+    (model(**GATED), {"layers.0.experts.w": STACK}),
+]
+# fmt: on
 
 
-def test_the_last_layer_of_a_sequence_may_be_the_output_head() -> None:
-    embed = nn.Embedding(512, 64, device="meta")
-    roles = assigned(nn.Sequential(embed, linear(512, 64), linear(64, 512), linear(512, 64)))
-    assert {fqn for fqn, a in roles.items() if a.reason == "output head"} == {"3.weight"}
-    layers = nn.ModuleList([linear(512, 64), linear(512, 64)])
-    assert assigned(module(embed=embed, layers=layers))["layers.1.weight"].optimizer == "muon"
-
-
-def test_a_linear_layer_is_hidden_under_any_name_and_without_a_vocabulary_the_name_decides() -> None:
-    assert assigned(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
-    roles = assigned(module(embed_in=linear(64, 32), output=linear(32, 64), layers=module(a=linear(64, 32))))
-    assert {fqn for fqn, a in roles.items() if a.optimizer == "muon"} == {"layers.a.weight"}
-
-
-@pytest.mark.parametrize(
-    ("member", "name", "reason"),
-    [
-        (nn.Conv2d(3, 8, 4, bias=False, device="meta"), "x.weight", "convolution"),
-        (nn.LayerNorm((8, 8), bias=False, device="meta"), "x.weight", "scale of a norm"),
-        (parameter(16, 64), "pos_embed", "table"),
-        (parameter(64, 16), "A_log", "acts element by element"),
-        (parameter(8, 128), "down_proj_bias", "biases"),
-        (parameter(1, 64), "shared_gate", "vector: one row"),
-        (linear(8, 64), "lora_a.weight", "factor of LoRA"),
-        (module("TopKRouter", gate=linear(8, 64)), "x.gate.weight", "router"),
-        (module("TopKRouter", weight=parameter(8, 64)), "x.weight", "router"),
-    ],
-)
-def test_adamw_trains_every_parameter_except_hidden_matrices(member: object, name: str, reason: str) -> None:
-    role = assigned(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
-    assert role.optimizer == "adamw"
-    assert role.reason.startswith(reason)
-
-
-def test_a_gate_beside_experts_is_a_router() -> None:
-    layer = {"gate": linear(8, 64), "experts": module("MyExperts", w=parameter(8, 32, 64)), "gate_proj": linear(32, 64)}
-    roles = assigned(model(**layer))
-    assert roles["layers.0.gate.weight"].reason.startswith("router")
-    assert roles["layers.0.experts.w"].reason == "stack of expert matrices"
-    assert roles["layers.0.gate_proj.weight"].reason == "hidden matrix"
-    assert assigned(model(**layer), router="muon")["layers.0.gate.weight"].optimizer == "muon"
+@pytest.mark.parametrize(("made", "reasons"), ROLES, ids=[" ".join(reasons) for _, reasons in ROLES])
+def test_adamw_trains_every_parameter_except_hidden_matrices(made: nn.Module, reasons: dict[str, str]) -> None:
+    roles = assigned(made)
+    for fqn, reason in reasons.items():
+        assert roles[fqn].optimizer == ("muon" if reason in (HIDDEN, STACK) else "adamw")
+        assert roles[fqn].reason.startswith(reason)
 
 
 class Conv1D(nn.Module):

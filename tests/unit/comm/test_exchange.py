@@ -59,21 +59,14 @@ def test_results_spread_among_replicas_after_the_write(stream_order: StreamOrder
     assert buffers.shared.tolist() == [2.0] * 6
 
 
-# Process groups of an agreement: the same list on every rank, with the timeout of the step's device
-
-
-BACKENDS = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
-
-
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(("device", "minutes"), [("cuda", 10), ("cpu", 30), ("mps", 30)])
-def test_a_group_has_the_timeout_of_the_steps_device(
-    device: str, minutes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_has_the_timeout_of_the_steps_device(device: str, minutes: int, monkeypatch: Any) -> None:
     """Under cpu:gloo,cuda:nccl, the timeout of gloo is three times the timeout of NCCL. NCCL gets a stream of high
     priority by its options."""
     made: list[Any] = []
-    monkeypatch.setattr(agreement, "timeout_of", lambda group, kind: BACKENDS.get(kind))
+    timeouts = {"cuda": timedelta(minutes=10), "cpu": timedelta(minutes=30)}
+    monkeypatch.setattr(agreement, "timeout_of", lambda group, kind: timeouts.get(kind))
     monkeypatch.setattr(agreement, "fast_options", lambda *of: of[:2])
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options)))
     Agreement()._new_group((0, 2), torch.device(device))
@@ -94,9 +87,6 @@ def test_a_rank_makes_a_known_group_needed_by_a_second_rank(monkeypatch: pytest.
     # A later plan makes only new groups.
     agreed.open(mine, {}, torch.device("cpu"))
     assert made == [(0, 1), (0, 1, 2)]
-
-
-# Copies from the host to the device
 
 
 class NoWaits(TorchFunctionMode):

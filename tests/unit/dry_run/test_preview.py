@@ -70,22 +70,16 @@ def offloaded(model: nn.Module) -> None:
     fully_shard(model, offload_policy=CPUOffloadPolicy())
 
 
-def for_cpus(parallelize: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """The function with meshes of CPUs, as the script of a machine without GPUs has."""
+@pytest.mark.parametrize("parallelize", [None, fsdp, hsdp, tensor_parallel, owned])
+def test_the_plan_is_that_of_the_script(parallelize: Callable[[Any], Any] | None, monkeypatch: Any) -> None:
+    shown = preview(build, parallelize, WORLD, device="cpu")
+    # Meshes of CPUs, as the script of a machine without GPUs has.
     make = init_device_mesh
     monkeypatch.setattr(f"{__name__}.init_device_mesh", lambda _, *shape, **names: make("cpu", *shape, **names))
-    return parallelize
-
-
-@pytest.mark.parametrize("parallelize", [None, fsdp, hsdp, tensor_parallel, owned])
-def test_the_plan_is_that_of_the_script(
-    parallelize: Callable[[Any], Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = preview(build, parallelize, WORLD, device="cpu")
     with fake_world(WORLD):
         model = build()
         if parallelize is not None:
-            for_cpus(parallelize, monkeypatch)(model)
+            parallelize(model)
         muon = Hybrid(model).optimizers["muon"]
         assert shown.model.plan.digest() == muon.plan.digest()
         assert shown.estimate.memory.exchange_buffers == muon.engine.rank.buffers.memory.nbytes
@@ -133,10 +127,6 @@ def forgetful(model: nn.Module) -> None:
     raise KeyError("layers")
 
 
-def on_the_cpu() -> nn.Module:
-    return nn.Linear(32, 32, device="cpu")
-
-
 def only_adamw(model: nn.Module) -> Hybrid:
     return Hybrid(model, rules=[Rule(match="*", optimizer="adamw")])
 
@@ -144,7 +134,10 @@ def only_adamw(model: nn.Module) -> Hybrid:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"build": on_the_cpu}, r"build: weight is on cpu, and a preview needs the meta device"),
+        (
+            {"build": lambda: nn.Linear(32, 32, device="cpu")},
+            r"build: weight is on cpu, and a preview needs the meta",
+        ),
         ({"build": lambda: 3}, r"build: returned int; return the model"),
         ({"parallelize": of_four}, r"parallelize: embedding\.weight is on a mesh of 4 ranks, and world_size = 8"),
         ({"parallelize": hsdp, "world_size": 1}, r"parallelize: \w+ \(line \d+ of .*test_preview\.py\) raised"),
@@ -193,9 +186,8 @@ def test_a_plan_tells_repeated_work_and_options_without_effect(
     """Two experts, each whole on a rank of a replica, and two sharded matrices."""
     shapes = {"layers.0.experts": (2, 32, 32), "layers.0.wq": (32, 32), "layers.0.wk": (32, 32)}
     mesh = mesh_of(replicas, 2)
-    plan = plan_of(
-        [parameter_of(name, shape, mesh, Replicate(), Shard(0)) for name, shape in shapes.items()], **options
-    )
+    parameters = [parameter_of(name, shape, mesh, Replicate(), Shard(0)) for name, shape in shapes.items()]
+    plan = plan_of(parameters, **options)
     text = "\n".join(plan_lines(plan, summarize(plan)))
     assert re.search(told, text, re.DOTALL)
     assert untold not in text
@@ -204,22 +196,21 @@ def test_a_plan_tells_repeated_work_and_options_without_effect(
 # The memory of the dry run is the memory of the plan
 
 
-SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
-SQUARE = {"square": (400, 400), "tall": (512, 32), "experts": (3, 64, 32)}
 OPTIONS = {"orthogonalize": "standard", "ns_dtype": "bfloat16"}
-CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
-    "muon": (SHAPES, OPTIONS),
-    "normuon": (SHAPES, OPTIONS),
+CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "muon": ((64, 4096), OPTIONS),
+    "normuon": ((64, 4096), OPTIONS),
     # Every step makes new bases.
-    "soap": (SQUARE, {"soap_freq": 1}),
-    "soap and normuon": (SQUARE, {"soap_freq": 1, **OPTIONS, "ns_dtype": "auto"}),
+    "soap": ((400, 400), {"soap_freq": 1}),
+    "soap and normuon": ((400, 400), {"soap_freq": 1, **OPTIONS, "ns_dtype": "auto"}),
 }
 
 
 @pytest.mark.usefixtures("zero_products")
 @pytest.mark.parametrize("rule", CASES)
 def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
-    shapes, options = CASES[rule]
+    shape, options = CASES[rule]
+    shapes = {"first": shape, "tall": (512, 32), "experts": (3, 64, 32)}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)

@@ -3,12 +3,10 @@
 Kernels run under Triton's interpreter, with fused multiply-adds that round once, as on GPUs and in PyTorch's vectors.
 """
 
-import importlib.util
 import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,40 +15,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.dist.harness import run_ranks
-from tests.shared import equal, muon_keywords
-from titan_muon import Expert, Muon, Split, registry
+from tests.unit.features.kernel_steps import (
+    INTERPRETED,
+    SHAPES,
+    Change,
+    first_difference,
+    needs_interpreter,
+    trained,
+)
+from titan_muon import Expert, Muon, registry
 from titan_muon.engine.orthogonalize import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
 from titan_muon.kernels.launch import TableLaunch
 from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace, view_place
 from titan_muon.options import MuonOptions
-from titan_muon.selection import algorithm_of, select
+from titan_muon.selection import select
 
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1: make kernels")
 ROWS = 12 * int(os.environ.get("TITAN_MUON_LONG", "1"))
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-STEPS = 3
-SHAPES = {
-    "aligned": (48, 64),
-    "wide": (24, 40),
-    "tall": (33, 20),
-    "long": (3, BLOCK + 3),
-    "one": (1, 1),
-    "experts": (3, 16, 32),
-    "odd": (4, 5, 7),
-    "qkv": (24, 12),
-    "columns": (16, 48),
-}
-SPLITS = (
-    # Interleaved rows, and columns of a weight.
-    Split(match="qkv", dims="(g p h) d -> p | (g h) d", lengths={"p": (2, 1, 1), "h": 3}),
-    Split(match="columns", dims="d (g f) -> g | f d", lengths={"g": 3}),
-)
+Params = dict[str, nn.Parameter]
 
 
 @pytest.fixture(autouse=True)
@@ -71,35 +58,43 @@ def single_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---
 
 
-Change = Callable[[Muon, list[nn.Parameter], int], None]
-"""Before a step: of the optimizer, of its parameters, in a step."""
+def difference(*names: str, **row: Any) -> int | None:
+    """The first step after which kernels and foreach operators differ."""
+    kernels, foreach = (trained(names, fused=fused, **row) for fused in (True, False))
+    return first_difference(kernels, foreach)
 
 
-def with_scale(muon: Muon, params: list[nn.Parameter], step: int) -> None:
+def with_scale(muon: Muon, params: Params, step: int) -> None:
     """As torch.amp.GradScaler, with an overflow in the second step."""
     if step == 1:
-        params[0].grad = torch.full_like(params[0].grad, math.inf)
+        next(iter(params.values())).grad.fill_(math.inf)
     muon.grad_scale, muon.found_inf = torch.tensor(8.0), torch.tensor(float(step == 1))
 
 
-def with_highest_rate(muon: Muon, params: list[nn.Parameter], step: int) -> None:
+def with_highest_rate(muon: Muon, params: Params, step: int) -> None:
     for group in muon.param_groups:
         group["max_lr"] = 0.03
 
 
-def without_gradient(muon: Muon, params: list[nn.Parameter], step: int) -> None:
+def without_gradient(muon: Muon, params: Params, step: int) -> None:
     if step == 1:
-        params[0].grad = None
+        next(iter(params.values())).grad = None
 
 
-def broken_at_last(muon: Muon, params: list[nn.Parameter], step: int) -> None:
-    if step == STEPS - 1:
-        params[0].grad[0] = math.nan
+def broken_at_last(muon: Muon, params: Params, step: int) -> None:
+    if step == 2:
+        next(iter(params.values())).grad[0] = math.nan
 
 
-def elsewhere(muon: Muon, params: list[nn.Parameter], step: int) -> None:
+def without_the_last(muon: Muon, params: Params, step: int) -> None:
+    """The momentum stays, and the owner makes no update."""
+    if step == 2:
+        params["tall"].grad = None
+
+
+def elsewhere(muon: Muon, params: Params, step: int) -> None:
     """Another dtype, another order in memory, an address that is not aligned, and another rate."""
-    for param, grad in zip(params, [param.grad for param in params], strict=True):
+    for param, grad in [(param, param.grad) for param in params.values()]:
         memory = torch.empty(grad.numel() + 1, dtype=FLOAT32 if step == 1 else grad.dtype)
         param.grad_dtype = None
         param.grad = memory[1:].view(grad.shape).copy_(grad)
@@ -109,44 +104,6 @@ def elsewhere(muon: Muon, params: list[nn.Parameter], step: int) -> None:
         group["lr"] = 0.01 * (step + 1)
 
 
-def trained(
-    names: list[str],
-    dtypes: list[tuple[torch.dtype, torch.dtype]],
-    seed: int,
-    change: Change | None = None,
-    **options: Any,
-) -> list[Tensor]:
-    """Weights and momentum after some steps. `dtypes`: of weights and gradients, by parameter."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def drawn(name: str, signs: bool = False) -> Tensor:
-        values = torch.randn(SHAPES[name], generator=generator)
-        return values.sign() if signs else values
-
-    params = []
-    for name, (weight, grad) in zip(names, dtypes, strict=True):
-        params.append(nn.Parameter(drawn(name).to(weight)))
-        params[-1].grad_dtype = grad
-    # Signs and a momentum of 0.5, so that every sum of squares is exact: kernels add in another order.
-    signs = options.get("orthogonalize", "reference") != "reference"
-    options |= {"momentum": 0.5} if signs else {}
-    keywords = {
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "orthogonalize": "reference",
-        "split": tuple(split for split in SPLITS if split.match in names),
-        **options,
-    }
-    muon = Muon(list(zip(names, params, strict=True)), **muon_keywords(**keywords))
-    for step in range(STEPS):
-        for name, param, (_, dtype) in zip(names, params, dtypes, strict=True):
-            param.grad = drawn(name, signs).to(dtype)
-        if change is not None:
-            change(muon, params, step)
-        muon.step()
-    return [tensor.detach() for param in params for tensor in (param, muon.state[param]["momentum_buffer"])]
-
-
 METHODS = [("standard", name) for name in ("float16", "bfloat16", "float32")]
 METHODS += [("gram", "float16"), ("gram", "float32")]
 
@@ -154,7 +111,7 @@ METHODS += [("gram", "float16"), ("gram", "float32")]
 def row_of(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     names = draw.sample([*SHAPES], draw.randint(1, 4))
-    options: dict[str, Any] = {
+    row: dict[str, Any] = {
         "rounding": draw.choice(("stochastic", "stochastic", "nearest")),
         "cautious": draw.random() < 0.3,
         "nesterov": draw.random() < 0.7,
@@ -164,13 +121,15 @@ def row_of(seed: int) -> dict[str, Any]:
         "offload": draw.choice(("none", "none", "state", "parameters")),
         "adjust_lr_fn": draw.choice(("original", "match_rms_adamw", 0.3)),
         "release_grads": draw.random() < 0.2,
+        "weight_decay": 0.1,
+        "change": draw.choice((None, None, with_scale, broken_at_last, elsewhere)),
+        "dtypes": [(draw.choice((FLOAT32, BFLOAT16)), draw.choice((FLOAT32, BFLOAT16))) for _ in names],
     }
-    options |= draw.choice(({}, *(dict(zip(("orthogonalize", "ns_dtype"), method, strict=True)) for method in METHODS)))
-    if any(name in ("qkv", "columns") for name in names):
-        options["offload"] = "none"
-    changes = [None, None, with_scale, broken_at_last, elsewhere]
-    dtypes = [(draw.choice((FLOAT32, BFLOAT16)), draw.choice((FLOAT32, BFLOAT16))) for _ in names]
-    return {"names": names, "dtypes": dtypes, "seed": seed, "change": draw.choice(changes), **options}
+    if {"qkv", "columns"} & {*names}:
+        row["offload"] = "none"
+    method, ns_dtype = draw.choice((("reference", "auto"), *METHODS))
+    method = {"orthogonalize": method, "ns_dtype": ns_dtype, "signs": method != "reference"}
+    return {"names": names, "seed": seed, **row, **method}
 
 
 @needs_interpreter
@@ -181,12 +140,35 @@ def test_random_rows_have_the_bits_of_the_foreach_operators(monkeypatch: pytest.
     monkeypatch.setattr(batches, "PARTS", 4)
     for seed in range(ROWS):
         row = row_of(seed)
-        foreach, kernels = trained(**row, fused=False), trained(**row, fused=True)
-        assert all(map(same, kernels, foreach)), row
+        assert difference(*row.pop("names"), **row) is None, row_of(seed)
 
 
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    return bool(torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0)))
+class Slow(MuonAlgorithm):
+    """Another momentum, and the arithmetic of Muon."""
+
+    def decay(self, group: Any) -> float:
+        """Half."""
+        return 0.5
+
+
+class OwnSum(MuonAlgorithm):
+    """An override of `add`."""
+
+    def add(self, params: Tensors, updates: Tensors, scratch: Tensors, *, call: Any) -> None:
+        """Nothing."""
+
+
+class OwnMomentum(MuonAlgorithm):
+    """An override of `before_gather`."""
+
+    def before_gather(self, call: Any, momentum: Tensors, grads: Tensors) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _own_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, made in (("own sum", OwnSum), ("own momentum", OwnMomentum), ("slow", Slow)):
+        monkeypatch.setitem(registry.algorithms._values, name, made)
 
 
 @needs_interpreter
@@ -200,6 +182,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
         ({"algorithm": "adamuon"}, with_scale),
         ({"algorithm": "soap", "on_bad_gradient": "skip_missing"}, without_gradient),
         ({"algorithm": "soap"}, with_scale),
+        ({"algorithm": "slow"}, None),
         ({"idle": "hold"}, None),
         ({"on_bad_gradient": "skip_missing"}, without_gradient),
         ({"on_bad_gradient": "skip_step"}, without_gradient),
@@ -207,13 +190,8 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_options_have_the_bits_of_the_foreach_operators(options: dict[str, Any], change: Change | None) -> None:
-    row: dict[str, Any] = {
-        "names": ["wide", "experts"],
-        "dtypes": [(FLOAT32, FLOAT32)] * 2,
-        "seed": 0,
-        "change": change,
-    }
-    assert equal(trained(**row, **options, fused=True), trained(**row, **options, fused=False))
+    method = {} if options.get("algorithm") == "soap" else {"orthogonalize": "reference"}
+    assert difference("wide", "experts", change=change, **{"weight_decay": 0.1, **method, **options}) is None
 
 
 def plan_as_for_gpus(patch: pytest.MonkeyPatch) -> None:
@@ -226,44 +204,42 @@ def plan_as_for_gpus(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_results_reach_the_update_in_float16(dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "PARTS", 4)
-    names, options = ["wide", "tall", "experts"], {"orthogonalize": method, "ns_dtype": "float16"}
-    row: dict[str, Any] = {"names": names, "dtypes": [(dtype, dtype)] * 3, "seed": 0, **options}
+    row: dict[str, Any] = {"dtypes": [(dtype, dtype)] * 3, "orthogonalize": method, "ns_dtype": "float16"}
+    row |= {"names": ("wide", "tall", "experts"), "signs": True, "weight_decay": 0.1}
     in_bfloat16 = trained(**row, fused=False)
     plan_as_for_gpus(monkeypatch)
     in_float16 = trained(**row, fused=False)
-    assert not equal(in_float16, in_bfloat16)
+    assert first_difference(in_float16, in_bfloat16) is not None
     # Other digits of the same updates, whose largest elements change a weight by 0.01 in a step.
-    pairs = zip(in_float16, in_bfloat16, strict=True)
+    pairs = zip(in_float16[-1], in_bfloat16[-1], strict=True)
     assert dtype == BFLOAT16 or all((ours - theirs).abs().max() < 1e-3 for ours, theirs in pairs)
-    assert equal(trained(**row, fused=True), in_float16)
+    assert first_difference(trained(**row, fused=True), in_float16) is None
+
+
+EDGES = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max, 0.0, -0.0])
+EDGES[2:3] = torch.tensor([-1], dtype=torch.int32).view(FLOAT32)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", ["weight", "update"])
 def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(name: str, monkeypatch: Any) -> None:
     """Infinity, a NaN with all bits set, and a weight that a draw moves to infinity."""
-    edges = torch.tensor([math.inf, -math.inf, math.nan, torch.finfo(BFLOAT16).max, 0.0, -0.0])
-    edges[2:3] = torch.tensor([-1], dtype=torch.int32).view(FLOAT32)
-    results = []
     update = MuonAlgorithm.update
 
-    def with_edges(self: MuonAlgorithm, batch: Any, norms: Tensor) -> None:
+    def update_with_edges(self: MuonAlgorithm, batch: Any, norms: Tensor) -> None:
         update(self, batch, norms)
-        batch.whole[0, 0, : len(edges)] = edges
+        batch.whole[0, 0, : len(EDGES)] = EDGES
+
+    def with_edges(muon: Muon, params: Params, step: int) -> None:
+        params["wide"].data[0, : len(EDGES)] = EDGES.bfloat16()
 
     if name == "update":
-        monkeypatch.setattr(MuonAlgorithm, "update", with_edges)
-    for kernels in (False, True):
-        param = nn.Parameter(torch.ones(16, 24, dtype=BFLOAT16))
-        if name == "weight":
-            param.data[0, : len(edges)] = edges.bfloat16()
-        expert = Expert(fused=kernels, wire_dtype="float32", orthogonalize="reference")
-        muon = Muon([("w", param)], lr=0.02, weight_decay=0.1, expert=expert)
-        param.grad = torch.randn(16, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
-        muon.step()
-        results.append(param.detach())
-    assert same(*results)
-    assert results[0][0, 2].isnan()
+        monkeypatch.setattr(MuonAlgorithm, "update", update_with_edges)
+    row: dict[str, Any] = {"dtypes": [(BFLOAT16, BFLOAT16)], "steps": 1, "weight_decay": 0.1, "wire_dtype": "float32"}
+    row |= {"names": ("wide",), "change": with_edges if name == "weight" else None, "orthogonalize": "reference"}
+    kernels, foreach = (trained(**row, fused=fused) for fused in (True, False))
+    assert first_difference(kernels, foreach) is None
+    assert kernels[0][1][0, 2].isnan()
 
 
 # --- static tables ---
@@ -337,154 +313,86 @@ def test_rows_of_many_elements_are_cut_with_their_draws(monkeypatch: pytest.Monk
 # --- shards ---
 
 
-PLACEMENTS = {"rows": [Replicate(), Shard(0)], "columns": [Replicate(), Shard(1)], "replicas": [Shard(0), Replicate()]}
-
-
-def sharded(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
-    """This rank's weights and momenta after some steps."""
-    mesh, results = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner")), list[Tensor]()
-    for name, placements in PLACEMENTS.items():
-        generator = torch.Generator().manual_seed(0)
-        new = lambda shape: distribute_tensor(  # noqa: E731
-            torch.randn(shape, generator=generator).sign().to(dtype),  # noqa: B023
-            mesh,
-            placements,  # noqa: B023
-        )
-        params = {shape: nn.Parameter(new(shape)) for shape in ((24, 40), (33, 20))}
-        muon = Muon([(str(shape), param) for shape, param in params.items()], **muon_keywords(**options))
-        for step in range(STEPS):
-            for shape, param in params.items():
-                param.grad = new(shape)
-            if step == STEPS - 1 and name != "replicas":
-                # The momentum stays, and the owner makes no update.
-                params[33, 20].grad = None
-            muon.step()
-        for param in params.values():
-            results += [param.to_local().detach(), muon.state[param]["momentum_buffer"].to_local()]
-    return results
-
-
-def sharded_twice(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> bool:
+def sharded(rank: int, world_size: int, options: dict[str, Any]) -> list[int | None]:
+    mesh, dtype = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner")), options.pop("dtype", FLOAT32)
+    row = {"orthogonalize": "auto", "signs": True, "dtypes": [(dtype, dtype)] * 2, **options}
     with pytest.MonkeyPatch.context() as patch:
         single_rounding.__wrapped__(patch)  # type: ignore[attr-defined]
         patch.setattr(batches, "PARTS", 4)
         if "ns_dtype" in options:
             plan_as_for_gpus(patch)
-        kernels, foreach = (
-            sharded(dtype, {"lr": 0.02, "momentum": 0.5, "fused": on, **options}) for on in (True, False)
-        )
-    return equal(kernels, foreach)
+        return [
+            difference("wide", "tall", where=(mesh, placements), change=change, **row)
+            for placements, change in (
+                ([Replicate(), Shard(0)], without_the_last),
+                ([Replicate(), Shard(1)], without_the_last),
+                ([Shard(0), Replicate()], None),
+            )
+        ]
 
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    "options",
     [
-        (FLOAT32, {"exchange": "all_gather_reduce_scatter", "replicas": "redundant"}),
-        (BFLOAT16, {"exchange": "all_gather"}),
-        (BFLOAT16, {"orthogonalize": "reference"}),
-        (FLOAT32, {}),
-        (FLOAT32, {"orthogonalize": "standard", "ns_dtype": "float16"}),
-        (BFLOAT16, {"exchange": "all_gather_reduce_scatter", "orthogonalize": "gram", "ns_dtype": "float16"}),
+        {"exchange": "all_gather_reduce_scatter", "replicas": "redundant"},
+        {"dtype": BFLOAT16, "exchange": "all_gather"},
+        {"dtype": BFLOAT16, "orthogonalize": "reference"},
+        {},
+        {"orthogonalize": "standard", "ns_dtype": "float16"},
+        {
+            "dtype": BFLOAT16,
+            "exchange": "all_gather_reduce_scatter",
+            "orthogonalize": "gram",
+            "ns_dtype": "float16",
+        },
     ],
     ids=str,
 )
-def test_shards_and_replicas_have_the_bits_of_the_foreach_operators(
-    dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    assert run_ranks(sharded_twice, 2, dtype, options) == [True, True]
+def test_shards_and_replicas_have_the_bits_of_the_foreach_operators(options: dict[str, Any]) -> None:
+    assert run_ranks(sharded, 2, options) == [[None] * 3] * 2
 
 
 # --- choice ---
 
 
-class OwnSum(MuonAlgorithm):
-    """An override of `add`."""
-
-    def add(self, params: Tensors, updates: Tensors, scratch: Tensors, *, call: Any) -> None:
-        """Nothing."""
-
-
-class OwnMomentum(MuonAlgorithm):
-    """An override of `before_gather`."""
-
-    def before_gather(self, call: Any, momentum: Tensors, grads: Tensors) -> None:
-        """Nothing."""
-
-
-class Slow(MuonAlgorithm):
-    """Another momentum, and the arithmetic of Muon."""
-
-    def decay(self, group: Any) -> float:
-        """Half."""
-        return 0.5
-
-
 OWN = "has element-wise arithmetic of its own"
-CHOICES: list[tuple[dict[str, Any], torch.dtype, str]] = [
-    *(
-        ({"algorithm": name}, FLOAT32, "")
-        for name in ("muon", "normuon", "adamuon", "soap", "muoneq_both", "muonh", ("muoneq", "adamuon"), "slow")
-    ),
-    *(({"algorithm": name}, FLOAT32, OWN) for name in ("own sum", "own momentum")),
-    ({"state_dtype": "int8"}, FLOAT32, "'int8' has a momentum of its own"),
-    ({}, torch.float64, "wider than float32"),
-    ({}, FLOAT16, ""),
+# fmt: off
+CHOICES: list[tuple[dict[str, Any], list[dict[str, Any]], torch.dtype, str]] = [
+    # Options, groups, the dtype of weights, and why a GPU takes the foreach operators.
+    *(({"algorithm": name}, [{}], FLOAT32, "")
+      for name in ("muon", "normuon", "adamuon", "soap", "muoneq_both", "muonh", ("muoneq", "adamuon"), "slow")),
+    *(({"algorithm": name}, [{}], FLOAT32, OWN) for name in ("own sum", "own momentum")),
+    # A parameter with another algorithm decides for all.
+    ({}, [{}, {"algorithm": "own sum"}], FLOAT32, OWN),
+    ({}, [{}, {"algorithm": "normuon"}], FLOAT32, ""),
+    ({"state_dtype": "int8"}, [{}], FLOAT32, "'int8' has a momentum of its own"),
+    ({}, [{}], torch.float64, "wider than float32"),
+    ({}, [{}], FLOAT16, ""),
 ]
+# fmt: on
 
 
-@pytest.fixture
-def with_own_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, of in (("own sum", OwnSum), ("own momentum", OwnMomentum), ("slow", Slow)):
-        monkeypatch.setitem(registry.algorithms._values, name, of)
-
-
-@pytest.mark.usefixtures("with_own_algorithms")
-@pytest.mark.parametrize(("options", "dtype", "reason"), CHOICES, ids=str)
+@pytest.mark.parametrize(("options", "groups", "dtype", "reason"), CHOICES, ids=str)
 def test_a_gpu_takes_kernels_for_muons_arithmetic_and_the_plan_names_the_rest(
-    options: dict[str, Any], dtype: torch.dtype, reason: str
+    options: dict[str, Any], groups: list[dict[str, Any]], dtype: torch.dtype, reason: str
 ) -> None:
-    tensors, chosen = [torch.zeros(2, 2, dtype=dtype)], MuonOptions(**options)
-    on_gpu = select(chosen, [{}], tensors, torch.device("cuda"))
+    tensors, chosen = [torch.zeros(2, 2, dtype=dtype) for _ in groups], MuonOptions(**options)
+    on_gpu = select(chosen, groups, tensors, torch.device("cuda"))
     assert (on_gpu.options.fused, on_gpu.note == "") == (not reason, not reason)
     assert reason in on_gpu.note
-    assert select(chosen, [{}], tensors, torch.device("cpu")).options.fused is False
-
-
-@pytest.mark.usefixtures("with_own_algorithms")
-def test_a_parameter_with_another_algorithm_decides_for_all() -> None:
-    options, groups = MuonOptions(), [{}, {"algorithm": "own sum"}]
-    algorithm = algorithm_of(options, groups)
-    assert OWN in fused.foreach_reason(options, algorithm, [torch.zeros(2, 2)] * 2)
-    assert (
-        fused.foreach_reason(options, algorithm_of(options, [{}, {"algorithm": "normuon"}]), [torch.zeros(2, 2)] * 2)
-        == ""
-    )
+    assert select(chosen, groups, tensors, torch.device("cpu")).options.fused is False
 
 
 def test_a_gpu_without_triton_takes_the_foreach_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "usable", lambda kind: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert (
-        "the package triton is missing" in select(MuonOptions(), [{}], [torch.zeros(2, 2)], torch.device("cuda")).note
-    )
-
-
-@pytest.mark.usefixtures("with_own_algorithms")
-def test_the_kernels_get_the_momentum_of_their_own_algorithm() -> None:
-    params = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
-    groups: list[dict[str, Any]] = [{"params": [("a", params[0])]}, {"params": [("b", params[1])], "algorithm": "slow"}]
-    muon = Muon(groups, expert=Expert(fused=False)).build()
-    rank, views = muon.engine.rank, muon.engine.step.views
-    with muon.engine.workspace.held():
-        kernels = fused.Kernels(rank, views, algorithm_of(rank.options, muon.param_groups))
-    numbers = [kernels._numbers_of(*of) for of in kernels._numbers.values()]
-    assert sorted(row[1] for row in numbers) == [tables.bits(0.5), tables.bits(0.95)]
+    note = select(MuonOptions(), [{}], [torch.zeros(2, 2)], torch.device("cuda")).note
+    assert "the package triton is missing" in note
 
 
 def test_the_interpreter_does_not_read_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: SimpleNamespace())
     for interpreted, device in (("1", "cpu"), ("0", "cuda")):
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-        usable = {name for name in ("cpu", "cuda", "mps") if fused.usable(name)}
-        assert usable == {device}
+        assert {name for name in ("cpu", "cuda", "mps") if fused.usable(name)} == {device}

@@ -166,10 +166,8 @@ def differing(sequence: Sequence) -> list[str]:
     assert before, "the buckets have operators"
     found = [f"{a[0]} and {b[0]}" for a, b in zip(before, last, strict=False) if a != b]
     found += ["another number of operators"] if len(before) != len(last) else []
-    on_host = (name for name, operands in last if "cpu" in tree_leaves(operands))
-    return (
-        found + [name for name, _ in last if name in ("resize_", "sync")] + [f"{name} on the host" for name in on_host]
-    )
+    found += [name for name, _ in last if name in ("resize_", "sync")]
+    return found + [f"{name} on the host" for name, operands in last if "cpu" in tree_leaves(operands)]
 
 
 def skippable(muon: Muon, step: int) -> None:
@@ -248,38 +246,21 @@ def test_every_option_has_a_row_or_is_refused() -> None:
     assert {*HYPERPARAMETERS, *SHARED} - tried == {"momentum", "fused", "cuda_graph", "algorithm_options"}
 
 
-class Broken:
-    """What a graph cannot repeat, in the place of `Kernels.apply`."""
-
-    @staticmethod
-    def item(kernels: Any) -> None:
-        """A read of the host."""
-        kernels._vector.sum().item()
-
-    @staticmethod
-    def resized(kernels: Any) -> None:
-        """New memory in each step."""
-        kernels._vector.clone().untyped_storage().resize_(0)
-
-    @staticmethod
-    def rate(kernels: Any) -> None:
-        """A number of the host."""
-        torch.mul(kernels._vector, kernels._rank.params[0].group["lr"])
-
-    @staticmethod
-    def gradient(kernels: Any) -> None:
-        """An address."""
-        kernels._rank.params[0].param.grad._local_tensor.neg()
-
-    @staticmethod
-    def upload(kernels: Any) -> None:
-        """A copy from the host."""
-        kernels._vector[:1].copy_(torch.zeros(1, dtype=torch.int64, device="cpu"), non_blocking=True)
+BROKEN: dict[str, Callable[[Any], object]] = {
+    "a read of the host": lambda kernels: kernels._vector.sum().item(),
+    "new memory in each step": lambda kernels: kernels._vector.clone().untyped_storage().resize_(0),
+    "a number of the host": lambda kernels: kernels._vector.mul(kernels._rank.params[0].group["lr"]),
+    "an address": lambda kernels: kernels._rank.params[0].param.grad._local_tensor.neg(),
+    "a copy from the host": lambda kernels: kernels._vector[:1].copy_(
+        torch.zeros(1, dtype=torch.int64, device="cpu"), non_blocking=True
+    ),
+}
+"""What a graph cannot repeat, in the place of `Kernels.apply`."""
 
 
-@pytest.mark.parametrize("name", ["item", "resized", "rate", "gradient", "upload"])
+@pytest.mark.parametrize("name", BROKEN)
 def test_the_comparison_finds_what_a_graph_cannot_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernels, "apply", lambda kernels, index: getattr(Broken, name)(kernels))
+    monkeypatch.setattr(Kernels, "apply", lambda kernels, index: BROKEN[name](kernels))
     assert differing(steps_of({})) != []
 
 
@@ -303,30 +284,21 @@ class Known(Unknown):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"fused": False}, r"cuda_graph = True needs the kernels of fused, .* \(fused = False\); set False"),
-        (
-            {"state_dtype": "int8"},
-            r"cuda_graph = True needs the kernels .* 'int8' has a momentum of its own\); set False",
-        ),
-        (
-            {"algorithm": "unknown"},
-            r"cuda_graph = True does not know .* algorithm = 'unknown' reads .*; define kind\(\)",
-        ),
+        ({"fused": False}, r"needs the kernels of fused, .* \(fused = False\); set False"),
+        ({"state_dtype": "int8"}, r"needs the kernels .* 'int8' has a momentum of its own\); set False"),
+        ({"algorithm": "unknown"}, r"does not know .* algorithm = 'unknown' reads .*; define kind\(\)"),
         ({"algorithm": "known"}, ""),
         ({}, ""),
     ],
 )
-def test_what_cannot_be_captured_is_refused(
-    options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_captured_is_refused(options: dict[str, Any], text: str, monkeypatch: Any) -> None:
     for name, made in (("unknown", Unknown), ("known", Known)):
         monkeypatch.setitem(registry.algorithms._values, name, made)
     with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu():
-        muon = Muon(
-            [("w", nn.Parameter(torch.empty(8, 4, device="cuda")))], **muon_keywords(cuda_graph=True, **options)
-        )
+        param = nn.Parameter(torch.empty(8, 4, device="cuda"))
+        muon = Muon([("w", param)], **muon_keywords(cuda_graph=True, **options))
         said = message(muon.build)
-        assert re.match(text, said) if text else not said
+        assert re.match(f"cuda_graph = True {text}", said) if text else not said
         if not text:
             assert "not measured on a GPU" in muon.plan.reason
             assert muon.options.keep_buffers
@@ -335,37 +307,16 @@ def test_what_cannot_be_captured_is_refused(
 
 
 def test_a_preview_says_that_buffers_stay_and_that_no_gpu_has_run_it() -> None:
-    text = str(
-        preview(lambda: nn.Linear(64, 64), optimizer=lambda model: Hybrid(model, expert=Expert(cuda_graph=True)))
-    )
+    captured = Expert(cuda_graph=True)
+    text = str(preview(lambda: nn.Linear(64, 64), optimizer=lambda model: Hybrid(model, expert=captured)))
     assert "not measured on a GPU" in text
     assert re.search(r"of these, [\d.]+ MiB of buffers and matrices stay between steps", text)
 
 
 def test_graphs_are_captured_apart_from_other_threads_and_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Graph:
-        def __init__(self) -> None:
-            made.append(self)
-            self.log = list[str]()
-
-        def pool(self) -> Any:
-            return self
-
-        def replay(self) -> None:
-            self.log.append("replay")
-
-        def reset(self) -> None:
-            self.log.append("reset")
-
-    @contextmanager
-    def capture(of: Graph, pool: Any = None, capture_error_mode: str = "") -> Iterator[None]:
-        of.log.append(f"{capture_error_mode}, {'own memory' if pool is None else f'memory of {made.index(pool)}'}")
-        yield
-
+    graphs, capture = [mock.Mock(), mock.Mock()], mock.MagicMock()
     with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu():
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock(side_effect=graphs))
         monkeypatch.setattr(torch.cuda, "graph", capture)
         param = nn.Parameter(torch.empty(16, 16, device="cuda"))
         muon = Muon([("w", param)], expert=Expert(cuda_graph=True))
@@ -375,8 +326,10 @@ def test_graphs_are_captured_apart_from_other_threads_and_share_their_memory(mon
                 skippable(muon, step)
             muon.step()
         muon.close()
-    assert made[0].log == ["thread_local, own memory", "replay", "replay", "reset"]
-    assert made[1].log == ["thread_local, memory of 0", "replay", "replay", "reset"]
+    mode = {"capture_error_mode": "thread_local"}
+    pools = (graphs[0], None), (graphs[1], graphs[0].pool.return_value)
+    assert capture.call_args_list == [mock.call(made, pool=pool, **mode) for made, pool in pools]
+    assert [(made.replay.call_count, made.reset.call_count) for made in graphs] == [(2, 1)] * 2
 
 
 def test_gloo_on_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ The record stands for a CUDA graph: it has the operators, launches and collectiv
 replay runs them again. Kernels run under Triton's interpreter.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tests.dist.harness import run_ranks
-from tests.shared import equal, local, muon_keywords
-from tests.unit.features.test_fused import needs_interpreter
+from tests.shared import local
+from tests.unit.features.kernel_steps import Change, Where, first_difference, needs_interpreter, placed, trained
 from titan_muon import Expert, Hybrid, Muon
 from titan_muon.engine.exchange.exchange import Collectives, Traffic, wait_all
 from titan_muon.kernels import batches, fused, graph
 from titan_muon.kernels.launch import TableLaunch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SHAPES = {"a": (24, 40), "b": (24, 40), "tall": (33, 20), "experts": (3, 16, 32)}
-STEPS = 8
+NAMES, STEPS = ("wide", "same", "tall", "experts"), 8
+Params = dict[str, nn.Parameter]
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -108,147 +107,78 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch)
 
 
-Change = Callable[[Any, dict[str, nn.Parameter], int], None]
-"""Before a step: of the optimizer, of its parameters, in a step."""
+def difference(
+    options: dict[str, Any], change: Change | None = None, where: Where = None, steps: int = STEPS
+) -> int | None:
+    """The first step after which captured steps, with another rate and another momentum in each, differ from eager."""
 
-
-def made(options: dict[str, Any], captured: bool, mesh: Any = None) -> tuple[dict[str, nn.Parameter], Muon]:
-    generator = torch.Generator().manual_seed(0)
-    options, dtype = dict(options), options.get("dtype", torch.float32)
-    options.pop("dtype", None)
-    params = {
-        name: nn.Parameter(placed(torch.randn(s, generator=generator).to(dtype), mesh)) for name, s in SHAPES.items()
-    }
-    keywords = {"lr": 0.02, "fused": True, "cuda_graph": captured, **options}
-    return params, Muon(list(params.items()), **muon_keywords(**keywords))
-
-
-def placed(tensor: Tensor, mesh: Any) -> Tensor:
-    return tensor if mesh is None else distribute_tensor(tensor, mesh, [Replicate(), Shard(0)][-mesh.ndim :])
-
-
-def trained(
-    options: dict[str, Any], captured: bool, mesh: Any = None, change: Change | None = None
-) -> list[list[Tensor]]:
-    """Traffic, weights and states after each step. The gradients of all steps are kept, so that no address returns."""
-    params, muon = made(options, captured, mesh)
-    kept, results = [], []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step + 1)
-        for param in params.values():
-            param.grad = placed(torch.randn(param.shape, generator=generator).to(param.dtype), mesh)
-            kept.append(param.grad)
+    def changed(muon: Any, params: Params, step: int) -> None:
         for group in muon.param_groups:
             group["lr"] = 0.02 / (step + 1)
             group["momentum"] = 0.95 if options.get("algorithm") == "soap" else 0.9 + 0.01 * (step % 4)
         if change is not None:
             change(muon, params, step)
-        muon.step()
-        traffic = torch.tensor([muon.exchange.traffic.calls, muon.exchange.traffic.bytes_sent])
-        results.append([traffic, *(t.clone() for p in params.values() for t in (local(p), *_states(muon, p)))])
-    return results
 
-
-def _states(muon: Muon, param: Tensor) -> list[Tensor]:
-    return [local(state) for state in muon.state[param].values() if isinstance(state, Tensor)]
-
-
-def first_difference(options: dict[str, Any], mesh: Any = None, change: Change | None = None) -> int | None:
-    """The first step after which captured steps differ from eager steps."""
-    eager, captured = (trained(options, on, mesh, change) for on in (False, True))
-    return next((step for step, pair in enumerate(zip(eager, captured, strict=True)) if not equal(*pair)), None)
+    keywords = {"change": changed, "where": where, "steps": steps, "fused": True, **options}
+    return first_difference(*(trained(NAMES, **keywords, cuda_graph=captured) for captured in (False, True)))
 
 
 def replays() -> list[int]:
     return [recorded.replays for recorded in RecordedGraph.made]
 
 
+REPLAYED = [STEPS - graph.EAGER_STEPS]
+BFLOAT16 = {"dtypes": [(torch.bfloat16, torch.bfloat16)] * len(NAMES)}
 ROWS: list[dict[str, Any]] = [
     *({"algorithm": name} for name in ("muon", "normuon", "adamuon", "muoneq", ("muoneq", "normuon"))),
     *({"algorithm": name, "weight_decay": 0.0} for name in ("muonh", ("normuon", "muonh"))),
     {"momentum_warmup_steps": 6, "cautious": True},
-    {"dtype": torch.bfloat16},
+    BFLOAT16,
 ]
 
 
+def of_ranks(rank: int, world_size: int) -> list[object]:
+    """The first difference of each row, and whether Hybrids are equal; each with the replays of its graphs."""
+    shape, names = ((2, 2), ("outer", "inner")) if world_size == 4 else ((world_size,), ("inner",))
+    placements = [Replicate(), Shard(0)][-len(shape) :]
+    where = None if world_size == 1 else (init_device_mesh("cpu", shape, mesh_dim_names=names), placements)
+    found = list[object]()
+    with pytest.MonkeyPatch.context() as patch:
+        for options in ROWS:
+            patched(patch)
+            found.append((difference(options, where=where), replays()))
+        patched(patch)
+        hybrids = first_difference(*(of_hybrid(captured, where) for captured in (False, True)))
+        found.append((hybrids, replays(), RecordedGraph.made[0].is_released))
+    return found
+
+
 @needs_interpreter
-@pytest.mark.parametrize("options", ROWS, ids=str)
-def test_replays_have_the_bits_of_eager_steps(options: dict[str, Any]) -> None:
-    assert first_difference(options) is None
-    assert replays() == [STEPS - graph.EAGER_STEPS]
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_replays_have_the_bits_of_eager_steps(ranks: int) -> None:
+    assert run_ranks(of_ranks, ranks) == [[(None, REPLAYED)] * len(ROWS) + [(None, REPLAYED, True)]] * ranks
 
 
 @needs_interpreter
 def test_soap_has_a_graph_for_each_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "EAGER_STEPS", 1)
-    assert first_difference({"algorithm": "soap", "soap_freq": 2}) is None
+    assert difference({"algorithm": "soap", "soap_freq": 2}) is None
     assert replays() == [3, 2], "after the first step, those in which a matrix gets new bases or another does"
 
 
-# --- controls ---
-
-
 @needs_interpreter
-def test_a_replay_without_a_refresh_has_other_bits() -> None:
-    """The control of the tests above."""
-    eager = trained({}, captured=False)
-    for part in ("addresses", "numbers", "vector"):
-        RecordedGraph.made.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            stale(part, patch)
-            captured = trained({}, captured=True)
-        same = [equal(*pair) for pair in zip(eager, captured, strict=True)]
-        assert same == [step <= graph.EAGER_STEPS for step in range(STEPS)], part
-
-
-def stale(part: str, patch: pytest.MonkeyPatch) -> None:
-    """A part of the vector stays as it was when the first gradients were new, from the first replay on."""
-    begin, numbers_of = fused.Kernels.begin, fused.Kernels._numbers_of
-    first: dict[Any, Any] = {}
-
-    def stale_begin(kernels: Any, gradients: Any) -> None:
-        if not RecordedGraph.made:
-            first["gradients"] = gradients
-        if part != "vector" or not RecordedGraph.made:
-            begin(kernels, first["gradients"] if part == "addresses" else gradients)
-
-    def stale_numbers(kernels: Any, gathering: Any, returning: Any, call: Any) -> Any:
-        if not RecordedGraph.made:
-            first[call.out_in] = numbers_of(kernels, gathering, returning, call)
-        return first[call.out_in]
-
-    patch.setattr(fused.Kernels, "begin", stale_begin)
-    if part == "numbers":
-        patch.setattr(fused.Kernels, "_numbers_of", stale_numbers)
-
-
-# --- ranks ---
-
-
-def of_ranks(rank: int, world_size: int) -> list[object]:
-    """The first difference of each row, and whether Hybrids are equal; each with the replays of its graphs."""
-    shape, names = ((2,), ("inner",)) if world_size == 2 else ((2, 2), ("outer", "inner"))
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=names), list[object]()
-    with pytest.MonkeyPatch.context() as patch:
-        for options in ROWS:
-            patched(patch)
-            found.append((first_difference(options, mesh), replays()))
-        patched(patch)
-        found.append((equal_hybrids(mesh), replays()))
-    return found
-
-
-@needs_interpreter
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_replays_of_ranks_have_the_bits_of_eager_steps(ranks: int) -> None:
-    replayed = [STEPS - graph.EAGER_STEPS]
-    assert run_ranks(of_ranks, ranks) == [[(None, replayed)] * len(ROWS) + [(True, replayed)]] * ranks
+def test_a_replay_without_a_refresh_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of these tests: the vector of a step stays as it was at the capture."""
+    begin = fused.Kernels.begin
+    refresh = lambda kernels, gradients: None if RecordedGraph.made else begin(kernels, gradients)  # noqa: E731
+    monkeypatch.setattr(fused.Kernels, "begin", refresh)
+    assert difference({}) == graph.EAGER_STEPS + 1
 
 
 # --- steps with a fault, and what releases a graph ---
 
 
-def faulty(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
+def faulty(muon: Any, params: Params, step: int) -> None:
     """A parameter left out, a skipped step, and a gradient of another dtype."""
     if step == 4:
         params["tall"].grad = None
@@ -257,43 +187,42 @@ def faulty(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
     elif hasattr(muon, "found_inf"):
         del muon.found_inf
     if step == 6:
-        params["a"].grad_dtype = None
-        params["a"].grad = params["a"].grad.bfloat16()
+        params["wide"].grad_dtype = None
+        params["wide"].grad = params["wide"].grad.bfloat16()
 
 
-def unaligned(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
+def unaligned(muon: Any, params: Params, step: int) -> None:
     if step == 5:
-        params["b"].grad = torch.ones(params["b"].numel() + 1)[1:].view_as(params["b"])
+        params["same"].grad = torch.ones(params["same"].numel() + 1)[1:].view_as(params["same"])
 
 
 @needs_interpreter
-def test_an_unaligned_gradient_is_copied_and_the_step_replays() -> None:
-    assert first_difference({}, change=unaligned) is None
-    assert replays() == [STEPS - graph.EAGER_STEPS]
+@pytest.mark.parametrize(
+    ("options", "change", "replayed"),
+    # An unaligned gradient is copied. A left out parameter and another dtype are eager: steps 3 and 7 replay.
+    [({}, unaligned, REPLAYED), ({"on_bad_gradient": "skip_missing"}, faulty, [2])],
+)
+def test_a_step_with_a_fault_has_the_bits_of_an_eager_step(options: Any, change: Change, replayed: list[int]) -> None:
+    assert difference(options, change) is None
+    assert replays() == replayed
 
 
 def of_a_fault(rank: int, world_size: int) -> tuple[int | None, list[int]]:
-    def missing(muon: Any, params: dict[str, nn.Parameter], step: int) -> None:
+    def missing(muon: Any, params: Params, step: int) -> None:
         if rank == 0 and step == graph.EAGER_STEPS + 1:
             params["tall"].grad = None
 
     with pytest.MonkeyPatch.context() as patch:
         patched(patch)
         # The step after it raises.
-        patch.setattr(sys.modules[__name__], "STEPS", graph.EAGER_STEPS + 2)
-        return first_difference({}, init_device_mesh("cpu", (2,)), missing), replays()
+        where = init_device_mesh("cpu", (2,)), [Shard(0)]
+        return difference({}, missing, where, graph.EAGER_STEPS + 2), replays()
 
 
 @needs_interpreter
 def test_all_ranks_replay_a_step_in_which_one_lacks_a_gradient() -> None:
     """NCCL wants a collective to be captured on all of its ranks or on none."""
     assert run_ranks(of_a_fault, 2) == [(None, [2])] * 2
-
-
-@needs_interpreter
-def test_a_step_that_leaves_out_a_parameter_or_has_another_dtype_is_eager_and_the_next_step_replays() -> None:
-    assert first_difference({"on_bad_gradient": "skip_missing"}, change=faulty) is None
-    assert replays() == [2], "steps 3 and 7"
 
 
 RELEASES: dict[str, Callable[[Muon], object]] = {
@@ -306,11 +235,11 @@ RELEASES: dict[str, Callable[[Muon], object]] = {
 @needs_interpreter
 @pytest.mark.parametrize("name", RELEASES)
 def test_graphs_end_before_buffers_and_process_groups(name: str) -> None:
-    params, muon = made({}, captured=True)
+    param = nn.Parameter(torch.ones(16, 24))
+    muon = Muon([("w", param)], expert=Expert(fused=True, cuda_graph=True))
 
     def stepped() -> None:
-        for param in params.values():
-            param.grad = torch.randn(param.shape)
+        param.grad = torch.randn(16, 24)
         muon.step()
 
     for _ in range(graph.EAGER_STEPS + 1):
@@ -324,7 +253,7 @@ def test_graphs_end_before_buffers_and_process_groups(name: str) -> None:
         assert recorded.replays == 1
 
 
-# --- Hybrid ---
+# --- Hybrid: AdamW steps beside the graph ---
 
 
 class Model(nn.Module):
@@ -333,17 +262,17 @@ class Model(nn.Module):
         self.embedding, self.up, self.norm = nn.Embedding(7, 24), nn.Linear(24, 40), nn.LayerNorm(40)
 
 
-def of_hybrid(captured: bool, mesh: Any) -> list[list[Tensor]]:
+def of_hybrid(captured: bool, where: Where) -> list[list[Tensor]]:
     torch.manual_seed(0)
     model = Model()
     for module in model.children():
         for name, param in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(placed(param.detach(), mesh)))
+            setattr(module, name, nn.Parameter(placed(param.detach(), where)))
     hybrid = Hybrid(model, lr=0.02, expert=Expert(fused=True, cuda_graph=captured))
     kept, results = [], []
     for step in range(STEPS):
         for param in model.parameters():
-            param.grad = placed(torch.randn(param.shape, generator=torch.Generator().manual_seed(step)), mesh)
+            param.grad = placed(torch.randn(param.shape, generator=torch.Generator().manual_seed(step)), where)
             kept.append(param.grad)
         for group in hybrid.param_groups:
             group["lr"] = 0.02 / (step + 1)
@@ -351,15 +280,3 @@ def of_hybrid(captured: bool, mesh: Any) -> list[list[Tensor]]:
         results.append([local(param).clone() for param in model.parameters()])
     hybrid.free()
     return results
-
-
-def equal_hybrids(mesh: Any = None) -> bool:
-    eager, captured = (of_hybrid(on, mesh) for on in (False, True))
-    return all(equal(*pair) for pair in zip(eager, captured, strict=True))
-
-
-@needs_interpreter
-def test_a_hybrid_replays_muon_and_steps_adamw_beside_it() -> None:
-    assert equal_hybrids()
-    assert replays() == [STEPS - graph.EAGER_STEPS]
-    assert RecordedGraph.made[0].is_released

@@ -11,16 +11,16 @@ import pytest
 
 import titan_muon
 from tests.dist.harness import run_program
-from tests.unit.features.test_fused import needs_interpreter
+from tests.unit.features.kernel_steps import needs_interpreter
 from titan_muon import selection
 
 PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
-KERNELS = [f"kernels.{name}" for name in ("batches", "fused", "graph", "launch", "passes", "tables")]
-WITHOUT_GRAPH = tuple(name for name in KERNELS if name != "kernels.graph")
-FILES = [*FEATURES, *KERNELS]
+KERNELS = tuple(f"kernels.{name}" for name in ("batches", "fused", "launch", "passes", "tables"))
+FILES = [*FEATURES, *KERNELS, "kernels.graph"]
+OTHERS = ("planner", "features", "kernels", "forecast", "plugins", "owned", "trainer", "audit", "assignment")
 
 STEPS = """
 import sys
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from titan_muon import Expert, Muon
 
+print([name for name, module in sys.modules.items() if module and name.startswith({others!r})])
 params = {{name: nn.Parameter(torch.ones(6, 8)) for name in ("a", "b")}}
 optimizer = Muon(list(params.items()), {options})
 optimizer.found_inf = {found_inf}
@@ -41,22 +42,17 @@ print(sorted(name for name in {files!r} if sys.modules.get("titan_muon." + name)
 """
 
 
-def loaded(kept: tuple[str, ...], options: str = "", found_inf: str = "None") -> str:
-    """The files of features and kernels imported by two steps while all files but `kept` are removed."""
-    removed = [f"titan_muon.{name}" for name in FILES if name not in kept]
-    code = STEPS.format(removed=removed, options=options, found_inf=found_inf, files=FILES)
-    status, shown = run_program("-c", code)
-    assert status == 0, shown
-    return shown.splitlines()[-1]
-
-
-def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
-    assert loaded(()) == "[]"
+def program(kept: tuple[str, ...], options: str, found_inf: str = "None") -> str:
+    """Two steps while the files of all features but `kept` are removed."""
+    removed, others = ([f"titan_muon.{name}" for name in names] for names in (FILES, OTHERS))
+    removed = [name for name in removed if name.removeprefix("titan_muon.") not in kept]
+    return STEPS.format(removed=removed, options=options, found_inf=found_inf, files=FILES, others=tuple(others))
 
 
 @pytest.mark.parametrize(
     ("kept", "options", "found_inf"),
     [
+        ((), "", "None"),
         (("features.offload",), "offload='state'", "None"),
         (("features.forward",), "overlap='forward'", "None"),
         (("features.eight_bit",), "state_dtype='int8'", "None"),
@@ -66,14 +62,21 @@ def test_a_step_without_features_loads_no_file_of_a_feature() -> None:
         ((), "expert=Expert(on_bad_gradient='skip_missing')", "None"),
         (("features.mask",), "expert=Expert(idle='hold')", "None"),
         (("features.weight_norms",), "algorithm='muonh', weight_decay=0.0", "None"),
-        pytest.param(WITHOUT_GRAPH, "expert=Expert(fused=True)", "None", marks=needs_interpreter),
+        pytest.param(KERNELS, "expert=Expert(fused=True)", "None", marks=needs_interpreter),
     ],
     ids=str,
 )
-def test_a_step_with_a_feature_loads_only_the_files_of_this_feature(
-    kept: tuple[str, ...], options: str, found_inf: str
-) -> None:
-    assert loaded(kept, options, found_inf) == str(sorted(kept))
+def test_a_step_loads_only_the_files_of_its_features(kept: tuple[str, ...], options: str, found_inf: str) -> None:
+    status, shown = run_program("-c", program(kept, options, found_inf))
+    assert status == 0, shown
+    assert shown.splitlines()[-1] == str(sorted(kept))
+
+
+def test_the_import_of_muon_loads_no_other_part_and_a_plan_by_the_rule_needs_no_planner() -> None:
+    # A process of its own, because the harness has imported the package.
+    code = "import sys; sys.modules['titan_muon.planner'] = None" + program((), "expert=Expert(planner='rule')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
 
 
 @pytest.mark.parametrize("choice", ["skip_step", "skip_missing", "hold", "int8", "forward"])

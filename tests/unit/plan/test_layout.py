@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import (
+    FLAT,
     LARGE_MESHES,
+    SQUARE,
     coordinates,
     elements_of,
     examples,
     layouts,
-    mesh_of,
     parameter_lists,
     parameter_of,
     stacks,
@@ -92,17 +93,7 @@ def check_pieces(layout: Layout, stack: MatrixStack) -> None:
         assert seen == local.numel()
 
 
-def test_matrices_in_reverse_storage_order_have_the_right_ranks() -> None:
-    """Rows of a fused weight may alternate between the projections, and the second projection may come first."""
-    stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
-    geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
-    assert [list(geometry.pieces(rank)) for rank in range(4)] == [[1], [1], [0], [0]]
-
-
 # Groups that assemble a matrix: none if a rank stores all of the matrix, and no more ranks than the mesh
-
-
-FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
 
 
 def stored(shape: tuple[int, ...], mesh: Mesh, *placements: Placement) -> Geometry:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -9,17 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plans import examples, mesh_of, parameter_lists, parameter_of, ranks_of, work
-from titan_muon.engine.layout.intervals import Geometries
-from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Separate, Shard
+from tests.unit.plans import examples, matrix, mesh_of, parameter_lists, parameter_of, ranks_of, work
+from titan_muon.engine.layout.intervals import Geometries, Pieces
+from titan_muon.engine.layout.types import Bucket, Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.layout.work import Work, standard_flops
-from titan_muon.engine.planning import OwnerOf, Task
+from titan_muon.engine.planning import OwnerOf, Task, in_order
+from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
 from titan_muon.planner.owners import (
     BYTES_OVER_MEAN,
-    STRATEGIES,
-    Assign,
     balanced,
     momentum_ranks,
     state_elements,
@@ -73,15 +73,6 @@ def test_bytes_stay_below_the_cap_unless_every_rank_is_full(sizes: list[tuple[in
         assert all(held[rank] + largest > cap for rank in range(ranks))
 
 
-@pytest.mark.parametrize("assign", STRATEGIES)
-def test_every_matrix_has_a_single_owner_in_the_group(assign: Assign) -> None:
-    groups = ((0, 1, 2, 3), (0, 2), (1, 3))
-    tasks = [Task(i, i % 3, 10 + i, 10 + i, f"layers.{i // 4}") for i in range(40)]
-    owners = assign(tasks, groups, {})
-    assert set(owners) == {(task.matrix, task.group) for task in tasks}
-    assert all(owner in groups[group] for (_, group), owner in owners.items())
-
-
 def test_a_large_group_evens_out_a_small_group_and_matrices_of_a_layer_are_spread() -> None:
     """Only ranks 0 and 1 can own the experts; the dense matrices then go to ranks 2 and 3."""
     tasks = [*(Task(i, 0, 10, 10, "d") for i in range(4)), *(Task(i, 1, 10, 10, "e") for i in range(4, 8))]
@@ -93,27 +84,37 @@ def test_a_large_group_evens_out_a_small_group_and_matrices_of_a_layer_are_sprea
 
 def test_the_states_of_matrices_spread_over_the_ranks() -> None:
     """Two matrices have large states and little work. By FLOPs, one rank would own both."""
-    shapes = {"large": (512, 512), "stateful.0": (64, 64), "stateful.1": (64, 64)}
-    parameters = [parameter_of(name, shape, mesh_of(2), Shard(0)) for name, shape in shapes.items()]
+    parameters = [matrix(i, side, side, mesh_of(2)) for i, side in enumerate((512, 64, 64))]
     holders = []
     for size in (0, 10**8):
-
-        def work_of(parameter: int, rows: int, cols: int, size: int = size) -> Work:
-            return Work("soap", flops=rows * cols * cols, bytes=1, state_bytes=size if parameter else 0)
-
-        plan = make_plan(parameters, work_of, MuonOptions())
+        works = [
+            Work("soap", side**3, bytes=1, state_bytes=state) for side, state in ((512, 0), (64, size), (64, size))
+        ]
+        plan = make_plan(parameters, lambda parameter, rows, cols, works=works: works[parameter], MuonOptions())
         owner = {m: o for bucket in plan.buckets for m, o in zip(bucket.matrices, bucket.owners, strict=True)}
         holders.append(len({owner[1], owner[2]}))
     assert holders == [1, 2]
 
 
+def test_an_owner_gets_neighbours_at_the_cost_of_before() -> None:
+    """Six ranks cut the rows of each of 12 experts. The search deals the experts in turn."""
+    plan = make_plan([parameter_of("layers.0.experts", (12, 12, 8), mesh_of(6), Shard(1))], work, MuonOptions())
+    for bucket in plan.buckets:
+        assert list(bucket.matrices) == sorted(bucket.matrices)
+        assert len(list(groupby(bucket.owners))) == len({*bucket.owners})
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    dealt = Bucket("all_to_all", tuple(range(6)), tuple(reversed(range(12))), tuple(n % 6 for n in range(12)))
+    ordered = in_order(dealt, pieces, {})
+    totals = [PATTERNS["all_to_all"].totals(bucket, pieces) for bucket in (dealt, ordered)]
+    assert totals[0] == totals[1]
+    assert ordered.owners == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
+    assert in_order(dealt, pieces, {0: (5,)}).owners[0] == 5, "an owner keeps a matrix that only it may own"
+
+
 # Owned parameters and stacks
 
-LLAMA_8B = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)} | {
-    "w1": (14336, 4096),
-    "w2": (4096, 14336),
-    "w3": (14336, 4096),
-}
+ATTENTION_8B = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)}
+LLAMA_8B = ATTENTION_8B | {"w1": (14336, 4096), "w2": (4096, 14336), "w3": (14336, 4096)}
 
 
 def item(fqn: str, layer: str, rows: int, cols: int) -> OwnedItem:

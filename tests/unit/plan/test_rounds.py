@@ -1,34 +1,26 @@
-"""Rounds of the search: order, swaps of equal matrices, hidden rounds; and the plan by a fixed rule."""
+"""Rounds of the search: order, swaps of equal matrices; the plan by a fixed rule, and returns over replicas."""
 
-import subprocess
-import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.machines import rates
 from tests.shared import muon_keywords
 from tests.unit.plan.test_timeline import parameters
-from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans, work
-from titan_muon import Expert, Muon
+from tests.unit.plans import examples, matrix, mesh_of, plan_of, plans, work
+from titan_muon import Muon
 from titan_muon.engine.engine import plan_step
 from titan_muon.engine.layout.intervals import Geometries, Pieces
-from titan_muon.engine.layout.types import Mesh, Parameter, Placement, Plan, Replicate, Shard
+from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Shard
 from titan_muon.engine.layout.work import Elements
 from titan_muon.engine.planning import MOST_ROUNDS, ROUND_BYTES, PlanRequest, Task, plan_by_rule
 from titan_muon.options import Machine, MuonOptions
-from titan_muon.planner.search import in_model_order, rounds
+from titan_muon.planner.machine import MachineRates
+from titan_muon.planner.search import in_model_order
 from titan_muon.selection import select
-
-
-@examples(50)
-@given(st.integers(1, 60), st.integers(1, 20))
-def test_rounds_have_about_the_same_bytes(tasks: int, count: int) -> None:
-    chosen_rounds = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], count)
-    assert len(chosen_rounds) == min(tasks, count)
-    assert max(map(len, chosen_rounds)) - min(map(len, chosen_rounds)) <= 1
 
 
 def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
@@ -37,10 +29,11 @@ def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
     dealt: list[list[Task]] = [[] for _ in range(plan.rounds)]
     owners = {}
     for bucket in plan.buckets:
-        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            matrix_data, group = plan.matrices[matrix], groups.index(bucket.group)
-            dealt[bucket.round].append(Task(matrix, group, matrix_data.flops, matrix_data.numel, ""))
-            owners[matrix, group] = owner
+        group = groups.index(bucket.group)
+        for number, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            planned = plan.matrices[number]
+            dealt[bucket.round].append(Task(number, group, planned.flops, planned.numel, ""))
+            owners[number, group] = owner
     return dealt, owners
 
 
@@ -84,16 +77,8 @@ def test_a_matrix_stays_with_possible_owners() -> None:
 # The plan by a fixed rule. Its plans are among those of `plans`, and rows of the parity table
 
 
-FLAT, SQUARE = mesh_of(4), mesh_of(2, 2)
-
-
-def matrix(index: int, rows: int, cols: int, mesh: Mesh = FLAT, *placements: Placement) -> Parameter:
-    return parameter_of(f"layers.{index}.w", (rows, cols), mesh, *(placements or (Shard(0),)))
-
-
-def ruled(parameters: list[Parameter], **options: object) -> Plan:
-    chosen = MuonOptions(planner="rule", **options)
-    return plan_by_rule(PlanRequest(parameters, work, chosen, Elements()))
+def ruled(parameters: list[Parameter]) -> Plan:
+    return plan_by_rule(PlanRequest(parameters, work, MuonOptions(planner="rule"), Elements()))
 
 
 def test_owners_are_balanced_longest_first() -> None:
@@ -125,12 +110,6 @@ def test_small_matrices_are_first_and_last() -> None:
     assert rows[0] < max(rows) > rows[-1]
 
 
-def test_replicas_get_results_by_all_gathers() -> None:
-    plan = ruled([matrix(i, 8, 8, SQUARE, Replicate(), Shard(0)) for i in range(6)])
-    assert {bucket.exchange for bucket in plan.buckets} == {"hierarchical"}
-    assert plan.reason.startswith("owners and rounds by a fixed rule (planner = 'rule')")
-
-
 def digest(planner: str, machine: Machine, device: str) -> str:
     params = [(f"w{i}", torch.nn.Parameter(torch.empty(4096, 64 << i, device="meta"))) for i in range(4)]
     muon = Muon(params, **muon_keywords(planner=planner, machine=machine, orthogonalize="auto"))
@@ -147,24 +126,34 @@ def test_no_machine_enters_the_digest_of_a_plan_by_the_rule(device: str) -> None
     assert digest("search", Machine(name="h100x8"), device) != digest("rule", Machine(name="h100x8"), device)
 
 
-STEPS = """
-import sys
-import torch
-from titan_muon import Expert, Muon
-print(sorted(name for name in sys.modules if name.startswith({outside!r})))
-params = [("w", torch.nn.Parameter(torch.ones(32, 48)))]
-optimizer = Muon(params, expert=Expert(planner="rule"))
-params[0][1].grad = torch.randn(32, 48)
-optimizer.step()
-print(sorted(name for name in sys.modules if name.startswith({planner!r})))
-"""
-PLANNER = ("titan_muon.planner",)
-OTHERS = ("features", "kernels", "forecast", "plugins", "owned", "trainer", "audit", "assignment")
+# Results over replicas by all-gathers
+
+RULE = {"planner": "rule"}
+SLOW_LINKS = rates(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+# Links without cost: an all-to-all to all replicas saves a collective.
+FAST_LINKS = rates(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_CALLS = rates(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
 
-def test_muon_loads_no_planner_and_a_plan_by_the_rule_needs_none() -> None:
-    # A process of its own, because the harness has imported the package.
-    code = STEPS.format(planner=PLANNER, outside=(*PLANNER, *(f"titan_muon.{name}" for name in OTHERS)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
-    assert Expert().planner == "search"
+@pytest.mark.parametrize(
+    ("machine", "options", "is_hierarchical"),
+    [
+        # Fewer bytes on slow links, fewer messages on fast links, fewer calls if each call takes a second.
+        (SLOW_LINKS, {}, True),
+        (FAST_LINKS, {}, True),
+        (SLOW_CALLS, {}, False),
+        (SLOW_CALLS, RULE, True),
+        (SLOW_LINKS, {"replicas": "redundant"}, False),
+        (SLOW_LINKS, {"exchange": "all_gather_reduce_scatter"}, False),
+    ],
+    ids=["slow links", "fast links", "slow calls", "rule", "redundant", "another exchange"],
+)
+def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(
+    machine: MachineRates, options: dict[str, Any], is_hierarchical: bool
+) -> None:
+    matrices = [matrix(i, 8, 4, mesh_of(4, 2), Replicate(), Shard(0)) for i in range(3)]
+    plan = ruled(matrices) if options == RULE else plan_of(matrices, machine, **options)
+    assert ({bucket.exchange for bucket in plan.buckets} == {"hierarchical"}) == is_hierarchical
+    by_rule = plan.reason.startswith("owners and rounds by a fixed rule (planner = 'rule')")
+    assert by_rule == (options == RULE)
+    assert by_rule or ("replicas all-gather the results" in plan.reason) == is_hierarchical

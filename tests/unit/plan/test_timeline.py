@@ -10,8 +10,8 @@ from hypothesis import given
 
 from benchmarks.bounds import chains, least_seconds, least_whole
 from tests.machines import machine_file, rates
-from tests.unit.plans import examples, mesh_of, parameter_of, plan_of, plans
-from titan_muon.engine.layout.types import Parameter, Plan, Shard
+from tests.unit.plans import examples, matrix, mesh_of, plan_of, plans
+from titan_muon.engine.layout.types import Parameter, Plan
 from titan_muon.options import Machine, Overlap
 from titan_muon.planner.machine import (
     COLLECTIVE_OPERATORS,
@@ -34,7 +34,7 @@ FREE = MachineRates(
 
 def parameters(count: int, ranks: int) -> list[Parameter]:
     """64 x 64 matrices cut into rows over all ranks."""
-    return [parameter_of(f"layers.{index}.w", (64, 64), mesh_of(ranks), Shard(0)) for index in range(count)]
+    return [matrix(index, 64, 64, mesh_of(ranks)) for index in range(count)]
 
 
 def seconds(plan: Plan, machine: MachineRates) -> float:
@@ -73,7 +73,7 @@ def test_host_time_is_a_separate_bound(plan: Plan) -> None:
 
 def test_small_matrices_fill_the_memory_of_the_largest_where_launches_cost() -> None:
     """The memory of a step stays, with fewer batches: 16 matrices of 16 x 16 take as much as one of 64 x 64."""
-    small = [parameter_of(f"small.{index}.w", (16, 16), mesh_of(1), Shard(0)) for index in range(32)]
+    small = [matrix(index, 16, 16, mesh_of(1)) for index in range(32)]
     plan = plan_of([*parameters(1, 1), *small])
     assert sorted(work.batch for work in plan.works) == [3, 16], "the three that this work allows"
 
@@ -91,6 +91,15 @@ def test_three_buffer_sets_hide_a_return_behind_the_next_round() -> None:
     plan, machine = four_rounds()
     took = {buffer_sets: seconds(replace(plan, buffer_sets=buffer_sets), machine) for buffer_sets in (1, 3)}
     assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
+
+
+def test_forward_overlap_exposes_only_the_first_round() -> None:
+    plan, machine = four_rounds()
+    one, four = (timeline(replace(plan, buffer_sets=sets), machine, overlap="forward") for sets in (1, 4))
+    # The first way there, and then the ranks compute; the first results were back long before.
+    assert (four.last.seconds, four.hidden, four.exposed) == pytest.approx((4.4, 0.4, 0.4))
+    # With a single set of buffers each round but the last returns before the next gather.
+    assert (one.last.seconds, one.link) == pytest.approx((3 * 1.8 + 1.4, 8 * 0.4 - 0.4))
 
 
 def four_rounds() -> tuple[Plan, MachineRates]:
@@ -137,7 +146,7 @@ def test_a_plan_overlaps_equal_link_and_compute_times() -> None:
 def test_memory_beyond_2_gib_must_save_more_time_and_is_reported() -> None:
     """Matrices of 1 GiB, with four times as much memory for Newton-Schulz."""
     side = 2**14 * 3 // 2
-    plan = plan_of([parameter_of(f"layers.{i}.w", (side, side), mesh_of(4), Shard(0)) for i in range(16)])
+    plan = plan_of([matrix(i, side, side) for i in range(16)])
     assert re.search(r"(^|; )\d+\.\d GiB of buffers and workspace, since with \d+\.\d GiB a step would", plan.reason)
     assert not plan_of(parameters(4, 4)).reason
     prices = [CandidatePlan((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]

@@ -18,24 +18,15 @@ from titan_muon.engine.tensors.process_groups import StateMesh
 from titan_muon.forecast.fake_world import fake_world
 
 
-def torch_knows(adjust_lr_fn: Any) -> bool:
-    """torch.optim.Muon has "spectral_unclamped" from PyTorch 2.15 on."""
-    try:
-        torch.optim.Muon(parameters().values(), adjust_lr_fn=adjust_lr_fn)
-    except ValueError:
-        return False
-    return True
-
-
-NAMES = [name for name in ("original", "match_rms_adamw", "spectral_unclamped") if torch_knows(name)]
-
-
-@pytest.mark.parametrize("adjust", [None, *NAMES])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw", "spectral_unclamped"])
 def test_a_checkpoint_goes_to_torchs_muon_and_back_bit_for_bit(adjust: str | None) -> None:
     """With torch's spellings of the options, and without names of parameters."""
     params, others = parameters(), parameters()
     keywords: dict[str, Any] = {"lr": 0.02, "ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": adjust, "ns_steps": 4}
-    theirs = torch.optim.Muon(params.values(), **keywords)
+    try:
+        theirs = torch.optim.Muon(params.values(), **keywords)
+    except ValueError:
+        pytest.skip(f"torch.optim.Muon has {adjust} from PyTorch 2.15 on")
     train(theirs, params, range(2))
     ours = Muon(others.values(), expert=Expert(orthogonalize="reference"), **keywords)
     train(ours, others, range(2))
@@ -125,48 +116,37 @@ def test_names_do_not_depend_on_wrappers() -> None:
 # Steps continue with a loaded state, for any tensors of the state dict
 
 
-def trained(rule: str) -> tuple[nn.Parameter, Muon]:
-    torch.manual_seed(0)
-    param = nn.Parameter(torch.randn(6, 8))
-    return param, Muon([("w", param)], algorithm=rule, expert=Expert(orthogonalize="reference"))
-
-
-def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
-    param.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
-    muon.step()
-
-
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
     """A state dict shares the inner dicts with the optimizer, so both have the tensor before the load."""
-    param, muon = trained(rule)
-    step(param, muon, 1)
-    weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())
-    step(param, muon, 2)
-    expected = param.detach().clone()
-    live = muon.state_dict()
-    for name, value in saved["state"][0].items():
-        live["state"][0][name] = value
-    with torch.no_grad():
-        param.copy_(weights)
+    params = parameters()
+    muon = Muon(params.items(), algorithm=rule, expert=Expert(orthogonalize="reference"))
+    train(muon, params, range(1))
+    before, saved = copy.deepcopy(params), copy.deepcopy(muon.state_dict())
+    train(muon, params, range(1, 2))
+    expected, live = copy.deepcopy(params), muon.state_dict()
+    for key, state in saved["state"].items():
+        live["state"][key].update(state)
+    for name, param in params.items():
+        param.data.copy_(before[name])
     muon.load_state_dict(live)
-    step(param, muon, 2)
-    assert torch.equal(param, expected)
+    train(muon, params, range(1, 2))
+    assert equal(params.values(), expected.values())
 
 
 def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     """Each new option would otherwise make all older state dicts unreadable. The present value of the option stays."""
-    param, muon = trained("muon")
-    step(param, muon, 1)
+    params, others = parameters(), parameters()
+    muon, resumed = Muon(params.items()), Muon(others.items(), ns_steps=3)
+    train(muon, params, range(1))
     saved = copy.deepcopy(muon.state_dict())
     del saved["param_groups"][0]["ns_steps"]
-    other = nn.Parameter(param.detach().clone())
-    resumed = Muon([("w", other)], ns_steps=3, expert=Expert(orthogonalize="reference"))
     with pytest.warns(UserWarning, match="the state dict has no ns_steps: the present values stay"):
         resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["ns_steps"] == 3
-    assert torch.equal(resumed.state[other]["momentum_buffer"], muon.state[param]["momentum_buffer"])
-    step(other, resumed, 2)
+    saved = [muon.state[param]["momentum_buffer"] for param in params.values()]
+    assert equal(saved, [resumed.state[param]["momentum_buffer"] for param in others.values()])
+    train(resumed, others, range(1, 2))
 
 
 def test_adamws_state_of_another_placement_is_refused() -> None:

@@ -1,9 +1,6 @@
-"""PyTorch's private names for process groups and meshes exist and work, and a warning is of the user's line."""
+"""PyTorch's private names for process groups and meshes exist and work."""
 
-import warnings
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Shard
 
-from titan_muon import Expert, Muon, clip_grad_norm_
 from titan_muon.engine.tensors import process_groups
 from titan_muon.engine.tensors.dtensor import from_local
 from titan_muon.engine.tensors.process_groups import StateMesh
@@ -25,20 +21,10 @@ from titan_muon.forecast.fake_world import Chunks, fake_world
 MINUTE = timedelta(seconds=60)
 
 
-@pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """The default process group of a single rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, timeout=MINUTE)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_timeout_is_read(gloo: dist.ProcessGroup) -> None:
-    assert process_groups.timeout_of(gloo, "cpu") == MINUTE
-    assert process_groups.timeout_of(gloo, "xpu") is None
-
-
-def test_backends_are_listed_by_device(gloo: dist.ProcessGroup) -> None:
+@pytest.mark.usefixtures("world_of_one")
+def test_timeouts_and_backends_are_read_by_device() -> None:
+    assert process_groups.timeout_of(dist.group.WORLD, "cpu") == MINUTE
+    assert process_groups.timeout_of(dist.group.WORLD, "xpu") is None
     assert process_groups.backends()["cpu"] == "gloo"
     assert process_groups.fast_options("cpu", MINUTE) is None
 
@@ -103,46 +89,3 @@ def test_an_operator_keeps_a_mesh_without_groups_after_the_same_operator_on_equa
         kept = from_local(piece, StateMesh("cpu", torch.arange(2)), [Shard(0)], whole)
         assert torch.zeros_like(plain).device_mesh is plain.device_mesh
         assert torch.zeros_like(kept).device_mesh is kept.device_mesh
-
-
-# A warning shows the user's line, however deep in the package it is made
-
-
-def thin() -> Muon:
-    return Muon([("w", nn.Parameter(torch.ones(4, 64)))], expert=Expert(on_bad_gradient="skip_step"))
-
-
-def not_finite(*, clip: bool) -> None:
-    muon = thin()
-    (param,) = muon.param_groups[0]["params"]
-    param.grad = torch.full((4, 64), torch.nan)
-    if clip:
-        clip_grad_norm_([param], 1.0, optimizer=muon)
-    muon.step()
-    muon.step()
-    muon.check_last_step()
-
-
-def load_without_keys() -> None:
-    state = thin().build().state_dict()
-    for group in state["param_groups"]:
-        del group["ns_steps"]
-    thin().load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("act", "text"),
-    [
-        (thin, "a side under 16"),
-        (lambda: not_finite(clip=False), "the step changed nothing on any rank"),
-        (lambda: not_finite(clip=True), "the norm of the gradients was not finite"),
-        (load_without_keys, "the present values stay"),
-    ],
-    ids=["construction", "gradient", "norm", "load"],
-)
-def test_a_warning_has_the_line_of_the_users_call(act: Callable[[], object], text: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        act()
-    places = {warning.filename for warning in caught if text in str(warning.message)}
-    assert places == {__file__}
