@@ -1,11 +1,13 @@
-"""Shared by the tests: random tensors, local and whole values, error texts."""
+"""Shared by the tests: random tensors, local and whole values, error texts, counted operators."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_muon.options import EXPERT, Expert
 
@@ -44,3 +46,15 @@ def muon_keywords(**options: Any) -> dict[str, Any]:
     """Keywords of Muon, with the options of `Expert` in one."""
     expert = {name: options.pop(name) for name in EXPERT if name in options}
     return {**options, "expert": Expert(**expert)}
+
+
+class Operators(TorchDispatchMode):
+    """While active, counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))

@@ -65,9 +65,6 @@ def test_every_number_has_a_range(table: type) -> None:
     assert numbers <= ranged
 
 
-# Small promises of the face: exported names, refusals with a remedy, and states that another library began
-
-
 def test_public_names_are_listed_and_load() -> None:
     assert set(titan_muon.__all__) <= set(dir(titan_muon))
     assert all(getattr(titan_muon, name) is not None for name in titan_muon.__all__)
@@ -81,9 +78,6 @@ def test_adamw_takes_a_state_that_another_library_began() -> None:
     parameter.grad = torch.ones(3)
     adamw.step()
     assert {"z", "exp_avg", "exp_avg_sq", "step"} <= adamw.state[parameter].keys()
-
-
-# The rates of TrainingArguments reach both optimizers, unless options say otherwise
 
 
 ARGUMENTS = SimpleNamespace(learning_rate=3e-3, weight_decay=0.2, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6)

@@ -204,9 +204,6 @@ def test_gradients_travel_in_float32_and_states_weigh_in_the_plan() -> None:
     assert work.state_bytes == 4 * (2 * 16**2 + 2 * 24**2 + 2 * 16 * 24 + 1)
 
 
-# The second moment
-
-
 @pytest.mark.parametrize("name", ["normuon", "adamuon"])
 def test_a_matrix_without_an_update_keeps_its_second_moment(name: str) -> None:
     algorithm = algorithm_of(MuonOptions(algorithm=name))

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.harness import on_ranks
 from tests.dist.step.test_hybrid import shard
 from tests.shared import equal, message
-from tests.unit.test_hybrid import OPTIONS, train
-from tests.unit.test_hybrid_state import MOMENTS, SAME, problems_of, run_of, torch_adam
+from tests.unit.test_hybrid import MOMENTS, OPTIONS, SAME, problems_of, run_of, torch_adam, train
 from titan_muon import Hybrid
 
 

@@ -102,9 +102,6 @@ def test_the_page_has_every_family_of_torchtitan_and_trains_90_percent_with_muon
     assert min(float(line.split("|")[2].strip(" %")) for line in ROWS.values()) > 90
 
 
-# Each head of known attention is a matrix
-
-
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

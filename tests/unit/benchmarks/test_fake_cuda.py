@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
 from benchmarks.rehearsal.recorder import MATRIX_PRODUCTS, Operations
 from titan_muon import Muon
@@ -47,27 +45,6 @@ def test_a_step_in_the_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.Mo
             muon.step()
         monkeypatch.undo()
         muon.step()
-
-
-def test_connections_are_opened_at_construction_with_the_messages_of_a_step() -> None:
-    with fake_gpu(), fake_rank(4, 0):
-        mesh = init_device_mesh("cuda", (4,))
-        params = [
-            (f"{rows}", Parameter(DTensor.from_local(torch.empty(rows, 64, device="cuda"), mesh, [Shard(0)])))
-            for rows in (8, 16, 32)
-        ]
-        with CollectiveCounter() as construction:
-            muon = Muon(params).build()
-        sizes = [tensor.untyped_storage().nbytes() for tensor in muon.engine.rank.buffers.tensors]
-        for _, param in params:
-            param.grad = torch.empty_like(param)
-        with CollectiveCounter() as step:
-            muon.step()
-    calls = [[(c.sends, c.receives) for c in counter.calls if "alltoall" in c.name] for counter in (construction, step)]
-    assert calls[1]
-    assert max(calls[1]) in calls[0]
-    assert sizes == [0] * len(sizes), "the memory is free between construction and the first step"
-    assert muon.exchange.traffic.calls == len(calls[1])
 
 
 @pytest.mark.parametrize("build", [Muon, AdamW])

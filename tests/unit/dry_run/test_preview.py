@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from benchmarks.memory_use import allocated
 from tests.shared import muon_keywords
 from tests.unit.plans import mesh_of, parameter_of, plan_of
+from tests.unit.test_hybrid import Decoder
 from titan_muon import Hybrid, Muon, Owners, Rule, own, preview
 from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
@@ -25,19 +26,6 @@ from titan_muon.forecast.memory import memory_per_rank
 from titan_muon.planner.summary import summarize
 
 WORLD = 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
-
-
-def build() -> nn.Module:
-    model: Any = nn.Module()
-    model.embedding, model.layers = nn.Embedding(64, 32), nn.ModuleList([Block(), Block()])
-    return model
 
 
 def fsdp(model: Any, mesh: DeviceMesh | None = None) -> None:
@@ -72,12 +60,12 @@ def offloaded(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("parallelize", [None, fsdp, hsdp, tensor_parallel, owned])
 def test_the_plan_is_that_of_the_script(parallelize: Callable[[Any], Any] | None, monkeypatch: Any) -> None:
-    shown = preview(build, parallelize, WORLD, device="cpu")
+    shown = preview(Decoder, parallelize, WORLD, device="cpu")
     # Meshes of CPUs, as the script of a machine without GPUs has.
     make = init_device_mesh
     monkeypatch.setattr(f"{__name__}.init_device_mesh", lambda _, *shape, **names: make("cpu", *shape, **names))
     with fake_world(WORLD):
-        model = build()
+        model = Decoder()
         if parallelize is not None:
             parallelize(model)
         muon = Hybrid(model).optimizers["muon"]
@@ -92,30 +80,32 @@ def test_the_plan_is_that_of_the_script(parallelize: Callable[[Any], Any] | None
 
 
 def test_owners_and_memory_of_a_machine() -> None:
-    shown = preview(build, owned, WORLD, "h200x8")
+    shown = preview(Decoder, owned, WORLD, "h200x8")
     assert shown.estimate.machine.name == "h200x8"
     assert sum(load.matrices for load in shown.estimate.loads.values()) == 4
-    one, two = (preview(build, fsdp, world) for world in (1, 2))
+    one, two = (preview(Decoder, fsdp, world) for world in (1, 2))
     whole, half = one.estimate.memory, two.estimate.memory
-    assert whole.parameters == sum(parameter.nbytes for parameter in build().parameters()) == 2 * half.parameters
+    assert whole.parameters == sum(parameter.nbytes for parameter in Decoder().parameters()) == 2 * half.parameters
 
     def frozen() -> nn.Module:
-        model: Any = build()
-        model.embedding.requires_grad_(False)
+        model: Any = Decoder()
+        model.embed.requires_grad_(False)
         return model
 
     free = preview(frozen, fsdp, 2)
     assert free.estimate.memory.parameters == half.parameters
-    assert free.estimate.memory.gradients == half.gradients - 64 * 32 * 4 // 2
-    assert "not trained (requires_grad is False): embedding.weight" in str(free)
-    without_muon = preview(build, fsdp, 2, optimizer=only_adamw)
+    assert free.estimate.memory.gradients == half.gradients - 24 * 16 * 4 // 2
+    assert "not trained (requires_grad is False): embed.weight" in str(free)
+    without_muon = preview(Decoder, fsdp, 2, optimizer=only_adamw)
     assert without_muon.model.plan is None
     assert without_muon.estimate.memory.optimizer_states == 2 * half.parameters
 
 
 def test_parameters_on_the_host_are_asked_for() -> None:
     kept: Any = {"offload": "parameters"}
-    memory = preview(build, offloaded, 2, optimizer=lambda model: Hybrid(model, muon=kept, adamw=kept)).estimate.memory
+    memory = preview(
+        Decoder, offloaded, 2, optimizer=lambda model: Hybrid(model, muon=kept, adamw=kept)
+    ).estimate.memory
     assert memory.parameters == 0 < memory.host_parameters
 
 
@@ -139,7 +129,7 @@ def only_adamw(model: nn.Module) -> Hybrid:
             r"build: weight is on cpu, and a preview needs the meta",
         ),
         ({"build": lambda: 3}, r"build: returned int; return the model"),
-        ({"parallelize": of_four}, r"parallelize: embedding\.weight is on a mesh of 4 ranks, and world_size = 8"),
+        ({"parallelize": of_four}, r"parallelize: embed\.weight is on a mesh of 4 ranks, and world_size = 8"),
         ({"parallelize": hsdp, "world_size": 1}, r"parallelize: \w+ \(line \d+ of .*test_preview\.py\) raised"),
         ({"parallelize": offloaded}, r"CPUOffloadPolicy .* pass optimizer=lambda model: Hybrid\(model, muon="),
         ({"parallelize": forgetful}, r"parallelize: forgetful \(line \d+ of .*\) raised KeyError: 'layers'"),
@@ -153,17 +143,14 @@ def only_adamw(model: nn.Module) -> Hybrid:
 def test_a_script_that_would_fail_is_refused(arguments: dict[str, Any], problem: str) -> None:
     before = DeviceMesh.__init__
     with pytest.raises(ValueError, match=problem):
-        preview(**{"build": build, "parallelize": None, "world_size": WORLD, **arguments})
+        preview(**{"build": Decoder, "parallelize": None, "world_size": WORLD, **arguments})
     assert DeviceMesh.__init__ is before
     assert not dist.is_initialized()
 
 
 def test_a_process_with_ranks_is_refused() -> None:
     with fake_world(2), pytest.raises(ValueError, match=r"plan before init_process_group"):
-        preview(build, fsdp, 2)
-
-
-# The report on a plan before training
+        preview(Decoder, fsdp, 2)
 
 
 EXPERTS = "[24] matrices are whole on up to 8 replicas.*data_parallel_replicate_degree = 1.*split.*sends results"
@@ -191,9 +178,6 @@ def test_a_plan_tells_repeated_work_and_options_without_effect(
     text = "\n".join(plan_lines(plan, summarize(plan)))
     assert re.search(told, text, re.DOTALL)
     assert untold not in text
-
-
-# The memory of the dry run is the memory of the plan
 
 
 OPTIONS = {"orthogonalize": "standard", "ns_dtype": "bfloat16"}

@@ -1,16 +1,253 @@
-"""Features by themselves: momentum in 8 bits, the mask of idle matrices, and a GradScaler."""
+"""Features by themselves: states on the host, momentum in 8 bits, the mask of idle matrices, and a GradScaler."""
 
+from __future__ import annotations
+
+import copy
 import math
-from collections.abc import Callable
-from copy import deepcopy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.shared import equal, muon_keywords
+from tests.stream_order import StreamOrder, stream_order
+from tests.unit.step.test_first_use import set_gradients, train
 from titan_muon import Expert, Muon, clip_grad_norm_
+from titan_muon import adamw as batched
+from titan_muon.engine.step.foreach import SLOT_ALIGNMENT
 from titan_muon.features.eight_bit import SCALE_BLOCK, decoded, encode
+from titan_muon.features.offload import TRANSFERS_AT_ONCE, Copied, Window
+
+__all__ = ["stream_order"]
+
+SHAPES = {"square": (16, 20), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6), "more": (5, 7)}
+CPU = torch.device("cpu")
+
+
+def opened(count: int = 5) -> tuple[Window, list[list[Copied]]]:
+    """A window, and transfers of two changed tensors, with an odd number of bytes, and an unchanged tensor."""
+    window = Window(CPU)
+    hosts = [
+        [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i)), torch.full((3,), float(i))]
+        for i in range(count)
+    ]
+    slots, on_device = window.slots(hosts)
+    assert [slot.nbytes for slot in slots] == [3 * SLOT_ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
+    return window, [list(map(Copied, *pair, (True, True, False))) for pair in zip(on_device, hosts, strict=True)]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Transfers from now on, in order."""
+    log: list[str] = []
+    fetch, fetched = Window._fetch, Window.fetched
+
+    def fetches(self: Window, number: int) -> None:
+        fetch(self, number)
+        log.append(f"{number} comes")
+        assert len(self._arrived) <= TRANSFERS_AT_ONCE
+
+    @contextmanager
+    def uses(self: Window) -> Iterator[None]:
+        log.append(f"{self._used} is used")
+        with fetched(self):
+            yield
+            log.append(f"{self._used} goes")
+
+    monkeypatch.setattr(Window, "_fetch", fetches)
+    monkeypatch.setattr(Window, "fetched", uses)
+    return log
+
+
+def test_a_load_overlaps_the_previous_load_with_at_most_two_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, (window, transfers) = watched(monkeypatch), opened()
+    window.begin(transfers)
+    for number, transfer in enumerate(transfers):
+        with window.fetched():
+            for on_device, host, _ in transfer:
+                assert torch.equal(on_device, torch.full_like(host, float(number)))
+                on_device.add_(100)
+            assert all((copied.host == number).all() for copied in transfer), "not in place on the host"
+        for _, host, changes in transfer:
+            assert (host == (100 + number if changes else number)).all(), "only changed tensors go back"
+    window.end()
+    begin = ["0 comes", "1 comes", "0 is used", "0 goes", "2 comes", "1 is used", "1 goes", "3 comes", "2 is used"]
+    assert log[: len(begin)] == begin
+    assert window._transfers == (), "between steps their memory is free"
+
+
+@pytest.mark.parametrize(
+    ("stream", "method"), [("_arriving", "wait_stream"), ("_leaving", "wait_stream"), ("current", "wait_event")]
+)
+def test_every_wait_of_a_step_is_necessary(stream: str, method: str, stream_order: StreamOrder) -> None:
+    with stream_order:
+        muon, _ = stepped("parameters", (), buffer_gib=1 / 2**30)
+        copies = {stream for stream, name in stream_order.log if name == "aten::copy_"}
+        assert len(copies - {stream_order.compute}) == 2
+        offload = muon.engine.offload
+        waiting = stream_order.compute if stream == "current" else getattr(offload.window, stream)
+        setattr(waiting, method, lambda other: None)
+        with pytest.raises(AssertionError, match="does not wait for"):
+            muon.step()
+
+
+def test_a_failed_step_leaves_the_next_step_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    window, transfers = opened()
+    window.begin(transfers)
+    with suppress(RuntimeError), window.fetched():
+        transfers[0][0].on_device.add_(1)
+        raise RuntimeError
+    window.begin(transfers)
+    for transfer in transfers:
+        with window.fetched():
+            for copied in transfer:
+                copied.on_device.mul_(2)
+    window.end()
+    assert all((c.host == (2 * i if c.changes else i)).all() for i, transfer in enumerate(transfers) for c in transfer)
+
+
+def named(seed: int = 0) -> dict[str, nn.Parameter]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in SHAPES.items()}
+
+
+def averages(optimizer: Any) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+
+
+@pytest.mark.parametrize("offload", ["none", "state", "parameters"])
+@pytest.mark.parametrize(("foreach", "fused"), [(False, False), (True, False), (False, True)])
+def test_adamw_has_the_bits_of_torchs_adamw(foreach: bool, fused: bool, offload: str) -> None:
+    options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach, "fused": fused}
+    theirs, ours = named(), named()
+    expected = torch.optim.AdamW(theirs.items(), **options)
+    adamw = batched.AdamW(ours.items(), offload=offload, **options)
+    for optimizer, params in ((expected, theirs), (adamw, ours)):
+        train(optimizer, params, range(4))
+    assert equal(theirs.values(), ours.values())
+    for left, right in zip(expected.state.values(), adamw.state.values(), strict=True):
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in left)
+    adamw.load_state_dict(expected.state_dict())
+    expected.load_state_dict(adamw.state_dict())
+
+
+@pytest.mark.parametrize("kind", [batched.AdamW, Muon])
+def test_states_move_between_steps(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, params, others = watched(monkeypatch), named(), named()
+    plain, moved = (kind(p.items(), lr=0.02) for p in (params, others))
+    for optimizer, trained in ((plain, params), (moved, others)):
+        train(optimizer, trained, range(1))
+    for move, loads in (("offload", 1), ("reload", 0)):
+        before = averages(moved)
+        getattr(moved, move)()
+        assert all(a is not b and torch.equal(a, b) for a, b in zip(before, averages(moved), strict=True))
+        log.clear()
+        for optimizer, trained in ((plain, params), (moved, others)):
+            train(optimizer, trained, range(1, 3))
+        assert log.count("0 comes") == 2 * loads * (kind is Muon)
+        assert equal(params.values(), others.values())
+
+
+@pytest.mark.parametrize("kind", [batched.AdamW, Muon])
+def test_readers_of_host_states_get_current_values(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
+    monkeypatch.setattr(batched.AdamW, "synchronize", lambda adamw: waits.append(adamw))
+    for offload, of_a_step in (("state", 0), ("parameters", 1)):
+        params = named()
+        optimizer = kind(params.items(), offload=offload)
+        train(optimizer, params, range(1))
+        waits.clear()
+        train(optimizer, params, range(1, 2))
+        assert len(waits) == of_a_step, "parameters are read without a word to the optimizer"
+        saved = optimizer.state_dict()
+        assert len(waits) == of_a_step + 1
+        optimizer.load_state_dict(saved)
+        assert len(waits) > of_a_step + 1, "what is still on its way would overwrite what was loaded"
+
+
+@pytest.mark.parametrize("to", ["none", "state"])
+def test_state_dicts_load_with_states_on_host_or_device(to: str) -> None:
+    first, second = named(), named()
+    saving = batched.AdamW(first.items(), fused=True, offload="state" if to == "none" else "none")
+    loading = batched.AdamW(second.items(), fused=True, offload=to)
+    train(saving, first, range(2))
+    train(loading, second, range(7, 9))
+    state = copy.deepcopy(saving.state_dict())
+    places = [tensor.data_ptr() for tensor in averages(loading)]
+    loading.load_state_dict(state)
+    assert [tensor.data_ptr() for tensor in averages(loading)] == places, "loaded in place"
+    with torch.no_grad():
+        for param, other in zip(second.values(), first.values(), strict=True):
+            param.copy_(other)
+    for optimizer, params in ((saving, first), (loading, second)):
+        train(optimizer, params, range(2, 4))
+    assert equal(first.values(), second.values())
+
+
+def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "BATCH_BYTES", 600)
+    wide, ours, offloaded = named(), named(), named()
+    options = {"lr": 0.02, "betas": (0.9, 0.95), "foreach": False}
+    reference = torch.optim.AdamW(wide.items(), **options)
+    adamw = batched.AdamW(ours.items(), state_dtype="bfloat16", **options)
+    third = batched.AdamW(offloaded.items(), state_dtype="bfloat16", offload="state", **options)
+    for step in range(4):
+        for optimizer, params in ((reference, wide), (adamw, ours), (third, offloaded)):
+            train(optimizer, params, range(step, step + 1))
+        for state in reference.state.values():
+            for name in batched.AVERAGES:
+                state[name].copy_(state[name].bfloat16())
+    assert {average.dtype for average in averages(adamw)} == {torch.bfloat16}
+    assert equal((*wide.values(), *wide.values()), (*ours.values(), *offloaded.values()))
+
+
+def test_a_second_moment_in_bfloat16_shrinks_with_the_largest_beta_and_never_with_a_refused_one() -> None:
+    for beta, shrinks in ((0.999, False), (batched.SLOWEST_IN_BFLOAT16, True)):
+        values = torch.linspace(1, 2, 129)[:-1].bfloat16()
+        assert bool(((values.float() * beta).bfloat16() < values).all()) == shrinks
+
+
+# A step of Muon on host tensors works on transferred rows, and returns what changed
+
+
+def slots_of(muon: Muon) -> list[Tensor]:
+    return [tensor for views in muon.engine.step.views for call in views.gathers for tensor in call.momentum]
+
+
+def stepped(offload: str, missing: tuple[str, ...], **options: Any) -> tuple[Muon, list[Tensor]]:
+    """A Muon after three steps, and its weights, momentum and gradients."""
+    params = {name: param for name, param in named().items() if name in ("square", "experts")}
+    muon = Muon(list(params.items()), **muon_keywords(lr=0.1, orthogonalize="reference", offload=offload, **options))
+    for step in range(3):
+        set_gradients(params, step)
+        for name in missing:
+            params[name].grad = None
+        muon.step()
+    grads = [param.grad for param in params.values() if param.grad is not None]
+    return muon, [*(param.detach() for param in params.values()), *averages(muon), *grads]
+
+
+@pytest.mark.parametrize("offload", ["state", "parameters"])
+@pytest.mark.parametrize("missing", [(), ("square",), ("experts",)], ids=str)
+def test_tensors_changed_on_the_device_are_written_to_the_host(offload: str, missing: tuple[str, ...]) -> None:
+    """Parameters without a gradient, and gradients, keep their values."""
+    _, expected = stepped("none", missing, on_bad_gradient="skip_missing")
+    muon, values = stepped(offload, missing, on_bad_gradient="skip_missing")
+    assert equal(values, expected)
+    host = {tensor.untyped_storage().data_ptr() for tensor in values}
+    updated = [tensor for views in muon.engine.step.views for call in views.updates for tensor in call.params]
+    fetched = [*slots_of(muon), *(updated if offload == "parameters" else ())]
+    assert all(tensor.untyped_storage().data_ptr() not in host for tensor in fetched)
+    assert {slot.untyped_storage().nbytes() for slot in slots_of(muon)} == {0}, "no memory between steps"
+    assert muon.engine.offload.memory.nbytes > 0
+
+
+# Momentum in 8 bits
 
 
 def encoded(momentum: Tensor, step: int = 0, key: int = 7) -> tuple[Tensor, Tensor]:
@@ -84,9 +321,6 @@ def test_float64_trains_with_a_mask_and_a_clip() -> None:
     assert not torch.equal(param, before)
 
 
-# A step under a GradScaler leaves nothing behind for the next step
-
-
 def test_a_plain_step_after_a_failed_scaled_step_has_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     param = nn.Parameter(torch.ones(6, 8))
     muon = Muon([("w", param)], weight_decay=0.0)
@@ -106,7 +340,7 @@ def test_a_plain_step_after_a_failed_scaled_step_has_plain_arithmetic(monkeypatc
 
 COUNTED: dict[str, Callable[[Muon], list[dict[str, int]]]] = {
     "saved": lambda muon: muon.state_dict()["param_groups"],
-    "copied": lambda muon: deepcopy(muon).param_groups,
+    "copied": lambda muon: copy.deepcopy(muon).param_groups,
     "checked": lambda muon: muon.check_last_step() or muon.param_groups,
 }
 

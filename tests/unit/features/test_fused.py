@@ -6,7 +6,6 @@ Kernels run under Triton's interpreter, with fused multiply-adds that round once
 import math
 import os
 import random
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +25,10 @@ from tests.unit.features.kernel_steps import (
     needs_interpreter,
     trained,
 )
-from titan_muon import Expert, Muon, registry
+from titan_muon import Muon, registry
 from titan_muon.engine.orthogonalize import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
-from titan_muon.kernels.launch import TableLaunch
 from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace, view_place
 from titan_muon.options import MuonOptions
 from titan_muon.selection import select
@@ -53,9 +51,6 @@ def single_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
-
-
-# --- training ---
 
 
 def difference(*names: str, **row: Any) -> int | None:
@@ -243,31 +238,6 @@ def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(nam
 
 
 # --- static tables ---
-
-
-@needs_interpreter
-def test_a_local_bucket_has_four_launches_and_no_step_makes_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, made = Counter[tuple[int, str]](), Counter[int]()
-    now = 0  # The step; 0 before.
-    run, of = TableLaunch.run, Table.of
-
-    def counted(launch: TableLaunch, *rest: Any) -> None:
-        launches[now, launch.kernel] += 1
-        run(launch, *rest)
-
-    monkeypatch.setattr(TableLaunch, "run", counted)
-    monkeypatch.setattr(Table, "of", lambda rows: made.update([now]) or of(rows))
-    params = {f"{n}": nn.Parameter(torch.randn(*shape)) for n, shape in enumerate([(64, 48)] * 3 + [(16, 16)] * 4)}
-    # Results in the dtype of the products.
-    muon = Muon(list(params.items()), expert=Expert(fused=True, ns_dtype="bfloat16")).build()
-    for now in range(1, 4):  # noqa: B007
-        for tensor in params.values():
-            tensor.grad = torch.randn(tensor.shape, dtype=tensor.dtype)
-        muon.step()
-    buckets = len(muon.engine.step.views)
-    kernels = "advance", "norm_parts", "normalize", "update"
-    assert launches == {(now, kernel): buckets for now in range(1, 4) for kernel in kernels}
-    assert made == {0: 3 * buckets}
 
 
 def stored(view: Tensor) -> ViewPlace:

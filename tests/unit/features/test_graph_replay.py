@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.dist.harness import run_ranks
-from tests.shared import local
-from tests.unit.features.kernel_steps import Change, Where, first_difference, needs_interpreter, placed, trained
-from titan_muon import Expert, Hybrid, Muon
+from tests.unit.features.kernel_steps import Change, Where, first_difference, needs_interpreter, trained
+from titan_muon import Expert, Muon
 from titan_muon.engine.exchange.exchange import Collectives, Traffic, wait_all
 from titan_muon.kernels import batches, fused, graph
 from titan_muon.kernels.launch import TableLaunch
@@ -138,7 +137,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def of_ranks(rank: int, world_size: int) -> list[object]:
-    """The first difference of each row, and whether Hybrids are equal; each with the replays of its graphs."""
+    """The first difference of each row, with the replays of its graph."""
     shape, names = ((2, 2), ("outer", "inner")) if world_size == 4 else ((world_size,), ("inner",))
     placements = [Replicate(), Shard(0)][-len(shape) :]
     where = None if world_size == 1 else (init_device_mesh("cpu", shape, mesh_dim_names=names), placements)
@@ -147,16 +146,13 @@ def of_ranks(rank: int, world_size: int) -> list[object]:
         for options in ROWS:
             patched(patch)
             found.append((difference(options, where=where), replays()))
-        patched(patch)
-        hybrids = first_difference(*(of_hybrid(captured, where) for captured in (False, True)))
-        found.append((hybrids, replays(), RecordedGraph.made[0].is_released))
     return found
 
 
 @needs_interpreter
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_replays_have_the_bits_of_eager_steps(ranks: int) -> None:
-    assert run_ranks(of_ranks, ranks) == [[(None, REPLAYED)] * len(ROWS) + [(None, REPLAYED, True)]] * ranks
+    assert run_ranks(of_ranks, ranks) == [[(None, REPLAYED)] * len(ROWS)] * ranks
 
 
 @needs_interpreter
@@ -251,32 +247,3 @@ def test_graphs_end_before_buffers_and_process_groups(name: str) -> None:
     if name != "close":
         stepped()
         assert recorded.replays == 1
-
-
-# --- Hybrid: AdamW steps beside the graph ---
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up, self.norm = nn.Embedding(7, 24), nn.Linear(24, 40), nn.LayerNorm(40)
-
-
-def of_hybrid(captured: bool, where: Where) -> list[list[Tensor]]:
-    torch.manual_seed(0)
-    model = Model()
-    for module in model.children():
-        for name, param in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(placed(param.detach(), where)))
-    hybrid = Hybrid(model, lr=0.02, expert=Expert(fused=True, cuda_graph=captured))
-    kept, results = [], []
-    for step in range(STEPS):
-        for param in model.parameters():
-            param.grad = placed(torch.randn(param.shape, generator=torch.Generator().manual_seed(step)), where)
-            kept.append(param.grad)
-        for group in hybrid.param_groups:
-            group["lr"] = 0.02 / (step + 1)
-        hybrid.step()
-        results.append([local(param).clone() for param in model.parameters()])
-    hybrid.free()
-    return results

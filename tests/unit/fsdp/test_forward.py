@@ -117,9 +117,6 @@ def test_a_module_waits_for_updates_applied_with_another_module(
     assert not waited, "in the first forward behind a step"
 
 
-# Plans whose rounds follow the forward pass
-
-
 def planned(overlap: Overlap) -> Plan:
     """Two matrices a layer, the last layer's twice as large."""
     rows = [16 * (1 + (layer == LAYERS - 1)) for layer in range(LAYERS) for _ in range(2)]

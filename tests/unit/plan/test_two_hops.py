@@ -71,18 +71,15 @@ def test_matrices_hop_whole_by_the_planned_bytes_and_peers(plan: Plan) -> None:
         for phase, share in zip(of_rank, cost.by_class[alike][1:], strict=True):
             hop = phase.hop
             assert hop is not None
-            ends = (
-                (hop.rail, phase.home_splits, hop.arriving_splits),
-                (hop.node, hop.departing_splits, phase.owned_splits),
-            )
-            rail, node = (
-                max(
-                    sum(split > 0 for split, peer in zip(splits, peers, strict=True) if peer != rank) for splits in both
-                )
-                for peers, *both in ends
-            )
+
+            def most(peers: tuple[int, ...], *ends: tuple[int, ...], rank: int = rank) -> int:
+                """Peers of an end of a hop."""
+                return max(sum(s > 0 for s, peer in zip(end, peers, strict=True) if peer != rank) for end in ends)
+
             # The first hop counts as that of the node's slowest rank.
+            rail = most(hop.rail, phase.home_splits, hop.arriving_splits)
             assert nodes - 1 >= share.totals.phases[0].far_peers >= rail
+            node = most(hop.node, hop.departing_splits, phase.owned_splits)
             assert plan.ranks_per_node - 1 >= share.totals.phases[1].near_peers >= node
 
 

@@ -113,9 +113,6 @@ def test_names_do_not_depend_on_wrappers() -> None:
     loading.load_state_dict(saving.state_dict())
 
 
-# Steps continue with a loaded state, for any tensors of the state dict
-
-
 @pytest.mark.parametrize("rule", ["muon", "normuon"])
 def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
     """A state dict shares the inner dicts with the optimizer, so both have the tensor before the load."""
