@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titan_muon.engine.orthogonalize import DTYPES
 from titan_muon.engine.orthogonalize.dispatch import HALVES
-from titan_muon.kernels.batches import PARTS
-from titan_muon.kernels.launch import Launch, TableLaunch
-from titan_muon.kernels.symmetric import TILES, Tile, launch_of
+from titan_muon.kernels.batches import PARTS, TableLaunch
+from titan_muon.kernels.symmetric import TILES, Tile, symmetric_product
 from titan_muon.kernels.tables import Table
 
 REGISTERS, BLOCK_REGISTERS, TENSOR_COLUMNS = 255, 65_536, 512
@@ -78,7 +78,7 @@ class Case:
     dtype: str
     tile: Tile
 
-    def launch(self) -> Launch:
+    def launch(self) -> partial[Any]:
         """Launch on tensors without memory: the launcher specializes for strides and alignment."""
         rows, cols = 4096, 8192
 
@@ -87,9 +87,9 @@ class Case:
 
         if self.variant == "polynomial":
             a, b, c, out = (stack(rows, rows) for _ in range(4))
-            return launch_of(a, b, c, out, 2.0, -5.0, self.tile)
+            return symmetric_product(a, b, c, alpha=2.0, beta=-5.0, out=out, tile=self.tile)
         x = stack(rows, cols) if self.variant == "X Xᵀ" else stack(cols, rows).mT
-        return launch_of(x, x.mT, None, stack(rows, rows), 1.0, 0.0, self.tile)
+        return symmetric_product(x, x.mT, out=stack(rows, rows), tile=self.tile)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,11 @@ class Binary(NamedTuple):
     spilled: int
 
 
-def binary_of(launch: Launch, target: Architecture) -> Binary:
+def binary_of(launch: partial[Any], target: Architecture) -> Binary:
     """Compile the kernel of a launch."""
     with compiling_for(target) as log:
-        launch.kernel.device_caches.pop(target.capability, None)
-        binary = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+        launch.func.__self__.device_caches.pop(target.capability, None)  # type: ignore[attr-defined]
+        binary = launch(warmup=True)
     # A warp-specialized kernel has one entry, and ptxas one line for it.
     registers = re.findall(r"Used (\d+) registers", log.getvalue())
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
@@ -251,11 +251,11 @@ class PassCase:
     cautious: bool = False
     gathers: str = "momentum"
 
-    def launch(self) -> Launch:
+    def launch(self) -> partial[Any]:
         words, tiles = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
         dtypes = [getattr(torch, name) for name in self.dtypes]
         options: dict[str, Any] = dict(zip(OPERANDS[self.kernel], dtypes, strict=True))
-        float32, x = torch.empty(1, device="meta"), torch.empty(1, dtype=dtypes[-1], device="meta")
+        float32 = torch.empty(1, device="meta")
         more: tuple[Any, ...] = ()
         if self.kernel == "advance":
             options |= {"PACKS": True, "GATHERS": self.gathers}
@@ -265,11 +265,9 @@ class PassCase:
             options, more = options | {"PARTS": PARTS}, (tiles, float32)
         elif self.kernel == "normalize":
             options |= {"PARTS": PARTS, "ROUNDED": self.dtypes[0] == self.dtypes[1]}
-            more = (tiles, float32, torch.empty(1, dtype=torch.int8, device="meta"), x, 1e-14, 64.0)
-        else:
-            more = (x,)
+            more = (tiles, float32, torch.empty(1, dtype=torch.int8, device="meta"), 1e-14, 64.0)
         table = Table(tiles, words, (), self.flat, self.aligned)
-        return TableLaunch(self.kernel, table, options, tuple(more)).variant(words, aligned=self.aligned)
+        return TableLaunch(self.kernel, table, options, tuple(more)).prepared(words, aligned=self.aligned)
 
 
 @dataclass(frozen=True)

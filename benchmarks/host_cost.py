@@ -137,7 +137,7 @@ def optimizers(case: Case, fused: bool) -> Iterator[tuple[Muon, torch.optim.Opti
             mock.patch("titan_muon.engine.step.views.prepared", return_value=lambda stack, **_: stack),
             mock.patch("titan_muon.kernels.batches.iteration_calls", return_value=()),
             mock.patch("titan_muon.kernels.fused.usable", return_value=True),
-            mock.patch("titan_muon.kernels.launch.TableLaunch.run"),
+            mock.patch("titan_muon.kernels.batches.TableLaunch.run"),
         ):
             yield (
                 Muon(list(params.items()), expert=Expert(fused=fused)),

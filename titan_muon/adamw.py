@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +32,12 @@ VECTOR = 64
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
-ON_HOST: Mapping[Offload, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": ((), ()),
-    "state": (AVERAGES, ()),
-    "parameters": ((*AVERAGES, "param"), ("grad",)),
+MOVED: Mapping[Offload, tuple[str, ...]] = {
+    "none": (),
+    "state": AVERAGES,
+    "parameters": (*AVERAGES, "param", "grad"),
 }
-"""Fields of Elements that move to the device and back, and fields that only move to the device."""
+"""Fields of AdamElements on the host."""
 
 
 class AdamElements(NamedTuple):
@@ -48,16 +49,10 @@ class AdamElements(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor
 
-    def element_bytes(self, names: Iterable[str]) -> int:
-        return sum(getattr(self, name).element_size() for name in names)
-
-
-AdamBatch = tuple[Mapping[str, Any], list[AdamElements]]
-"""A group, and parts with one dtype, updated together."""
-
-
-def _tensors(parts: Sequence[AdamElements], names: Iterable[str]) -> list[Tensor]:
-    return [getattr(part, name) for name in names for part in parts]
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element in both averages."""
+        return self.exp_avg.element_size() + self.exp_avg_sq.element_size()
 
 
 class GradientFaults:
@@ -79,6 +74,10 @@ class GradientFaults:
     @property
     def params(self) -> list[Tensor]:
         return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        return next(map(step_device, self.params), torch.device("cpu"))
 
     def expect_gradients(self) -> None:
         """Expect gradients of the parameters that are not frozen now."""
@@ -116,8 +115,7 @@ class GradientFaults:
             report = self.reporter.engine.rank.report
             return report, report.start_of(self._adamw)
         if self._own is None:
-            device = step_device(self.params[0]) if self.params else torch.device("cpu")
-            self._own = FaultReport(self._adamw.names(), {}, {}, device, Agreement())
+            self._own = FaultReport(self._adamw.names(), {}, {}, self.device, Agreement())
         faults = self._own.read()
         self._own.clear()
         if any(faults):
@@ -214,19 +212,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._step()
-        return loss
-
-    def prepare_step(self) -> Tensor | None:
-        self.check_norm(skips=self.expert.skips_step)
-        norm = None if self._next_norm is None else self._next_norm.broken
-        broken = self.gradient_faults.check(norm, scaled=getattr(self, "found_inf", None) is not None)
-        # Otherwise only this rank changes nothing, and the next step raises.
-        self._broken = None if self.expert.skips_step else broken
-        return broken if self.expert.skips_step else None
-
-    def _step(self) -> None:
-        device = next((step_device(p) for p in self.gradient_faults.params), torch.device("cpu"))
+        device = self.gradient_faults.device
         scaling = self.take_scaling(device, alone=True)
         flags = [] if scaling is None else [scaling.skipped]
         flags += [] if self._broken is None else [self._broken.to(device)]
@@ -234,7 +220,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if skipped is not None and (is_host(skipped.device) or not all(group["fused"] for group in self.param_groups)):
             # Only the fused kernel reads the flag on the device.
             if skipped:
-                return
+                return loss
             skipped = None
         for group, parts in self._batches():
             if self.offloaded == "none":
@@ -244,6 +230,15 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if self.offloaded == "parameters":
             # A forward reads the parameters without a word to the optimizer.
             self.synchronize()
+        return loss
+
+    def prepare_step(self) -> Tensor | None:
+        self.check_norm(skips=self.expert.skips_step)
+        norm = None if self._next_norm is None else self._next_norm.broken
+        broken = self.gradient_faults.check(norm, scaled=getattr(self, "found_inf", None) is not None)
+        # Otherwise only this rank changes nothing, and the next step raises.
+        self._broken = None if self.expert.skips_step else broken
+        return broken if self.expert.skips_step else None
 
     @property
     def gradient_faults(self) -> GradientFaults:
@@ -267,37 +262,39 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self, group: Mapping[str, Any], parts: Sequence[AdamElements], skipped: Tensor | None
     ) -> None:
         """Update parts whose tensors are on the host: they come whole, and go back at once."""
-        changed, read = ON_HOST[self.offloaded]
-        device = step_device(next(p for p in group["params"] if p.grad is not None))
-        names = (*changed, *read)
+        names, device = MOVED[self.offloaded], step_device(next(p for p in group["params"] if p.grad is not None))
         moved = [
             part._replace(**{name: getattr(part, name).to(device, non_blocking=True) for name in names})
             for part in parts
         ]
         self._update(group, moved, skipped)
-        for old, new in zip(_tensors(parts, changed), _tensors(moved, changed), strict=True):
-            old.copy_(new, non_blocking=True)
+        changed = [name for name in names if name != "grad"]
+        for (old, new), name in product(zip(parts, moved, strict=True), changed):
+            getattr(old, name).copy_(getattr(new, name), non_blocking=True)
 
-    def _batches(self) -> Iterator[AdamBatch]:
-        """Parts of at most BATCH_BYTES in the averages to convert, or else whole parameters."""
-        moved = [*AVERAGES] if self.state_dtype == "bfloat16" else []
-        limit = BATCH_BYTES if moved else math.inf
+    def _batches(self) -> Iterator[tuple[Mapping[str, Any], list[AdamElements]]]:
+        """A group, and parts to update together: with BATCH_BYTES of averages to convert, or whole parameters."""
+        converts = self.state_dtype == "bfloat16"
+        limit = BATCH_BYTES if converts else math.inf
         for group in self.param_groups:
-            parts = (part for whole in self._elements(group) for part in (_cut(whole, moved) if moved else (whole,)))
+            parts = (part for whole in self._elements(group) for part in (_cut(whole) if converts else (whole,)))
             batches = batched_by_kind(
-                parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
+                parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes
             )
             yield from ((group, batch) for batch in batches)
 
     def _elements(self, group: Mapping[str, Any]) -> Iterator[AdamElements]:
         for fqn, parameter in named_parameters([group]):
-            if parameter.grad is not None:
-                state: dict[str, Any] = self.state[parameter]
-                # Another library may keep tensors of its own here before the first step.
-                if AVERAGES[0] not in state:
-                    state.update(self._new_state(parameter, group))
-                average, square = (local(state[name]) for name in AVERAGES)
-                yield AdamElements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
+            if (grad := parameter.grad) is None:
+                continue
+            if placement_key(grad) != placement_key(parameter):
+                raise ValueError(REMEDIES[Fault.GRADIENT_ELSEWHERE].format(names=fqn))
+            state: dict[str, Any] = self.state[parameter]
+            # Another library may keep tensors of its own here before the first step.
+            if AVERAGES[0] not in state:
+                state.update(self._new_state(parameter, group))
+            average, square = (local(state[name]) for name in AVERAGES)
+            yield AdamElements(local(parameter), local(grad), average, square, state["step"])
 
     def _new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         # As in torch: the fused kernel needs the step count on the device.
@@ -307,15 +304,16 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return {"step": step, **{name: new_state(parameter, dtype, self.offloaded) for name in AVERAGES}}
 
     def _update(self, group: Mapping[str, Any], parts: Sequence[AdamElements], skipped: Tensor | None) -> None:
-        states = _tensors(parts, AVERAGES)
-        wide = [state.to(parts[0].param.dtype) for state in states]
+        params, grads, averages, squares, steps = map(list, zip(*parts, strict=True))
+        states = [*averages, *squares]
+        wide = [state.to(params[0].dtype) for state in states]
         adam(
-            _tensors(parts, ["param"]),
-            _tensors(parts, ["grad"]),
+            params,
+            grads,
             wide[: len(parts)],
             wide[len(parts) :],
             [],
-            _tensors(parts, ["step"]),
+            steps,
             foreach=group["foreach"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
@@ -402,10 +400,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 torch.get_device_module(kind).synchronize()
 
 
-def _cut(whole: AdamElements, moved: Sequence[str]) -> Iterator[AdamElements]:
-    """Parts with at most BATCH_BYTES each in the fields `moved`."""
+def _cut(whole: AdamElements) -> Iterator[AdamElements]:
+    """Parts with at most BATCH_BYTES of averages each."""
     numel = whole.param.numel()
-    size = max(VECTOR, BATCH_BYTES // whole.element_bytes(moved) // VECTOR * VECTOR)
+    size = max(VECTOR, BATCH_BYTES // whole.element_bytes // VECTOR * VECTOR)
     if size >= numel:
         yield whole
         return
@@ -417,11 +415,3 @@ def _cut(whole: AdamElements, moved: Sequence[str]) -> Iterator[AdamElements]:
         # Only the last part advances the counter; other parts advance a copy.
         step = whole.step if part.stop >= numel else whole.step.clone()
         yield AdamElements(param[part], grad[part], average[part], square[part], step)
-
-
-def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
-    grad = parameter.grad
-    assert grad is not None, f"{fqn}: a part without a gradient"
-    if placement_key(grad) != placement_key(parameter):
-        raise ValueError(REMEDIES[Fault.GRADIENT_ELSEWHERE].format(names=fqn))
-    return local(grad)

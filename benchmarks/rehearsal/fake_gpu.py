@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from titan_muon.kernels import fused, launch
+from titan_muon.kernels import fused
+from titan_muon.kernels.batches import TableLaunch
 
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -259,7 +260,7 @@ def _replaced(gpu: FakeGpu) -> Sequence[tuple[Any, dict[str, object]]]:
         (torch, {"Event": event}),
         # Triton needs a driver, and fake tensors have no addresses.
         (fused, {"usable": lambda kind: True, "address": lambda memory: 0}),
-        (launch.TableLaunch, {"run": lambda launch, *arguments: None}),
+        (TableLaunch, {"run": lambda launch, *arguments: None}),
         # Before torch 2.13 a fake tensor of a GPU asks the driver for a real one.
         (fake_tensor, {"init_gpu_context": lambda device: None}),
         # torch.compile needs a driver. Uncompiled FlexAttention is a single operator all the same.

@@ -9,7 +9,7 @@ from unittest import mock
 from torch import Tensor
 
 from benchmarks.rehearsal.recorder import Operations
-from titan_muon.kernels.launch import TableLaunch
+from titan_muon.kernels.batches import TableLaunch
 
 # Rules of PyTorch's foreach kernels: can_use_fast_route in aten/src/ATen/native/cuda/ForeachUtils.h, and the limits of
 # a launch in MultiTensorApply.cuh.

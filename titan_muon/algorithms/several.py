@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from ..options import MuonOptions, OptionError
 
 
 class Several(MuonAlgorithm):
-    """Algorithms that share the buckets of a Muon."""
+    """Algorithms that share the buckets of a Muon. Calls go to the algorithm of their parameters."""
 
     def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
         super().__init__(options)
@@ -28,6 +27,12 @@ class Several(MuonAlgorithm):
             any(getattr(a, name) for a in algorithms) for name in ("sums_norms", "whole", "counts_steps")
         )
         self.wire_dtype = next((a.wire_dtype for a in algorithms if a.wire_dtype is not None), None)
+
+    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
+        self.for_parameter(call.parts[0].parameter).gathering.before_gather(call, momentum, grads)
+
+    def after_return(self, call: UpdateCall, params: Tensors) -> None:
+        self.for_parameter(call.parts[0].parameter).returning.after_return(call, params)
 
 
 class ByParameter(Several):
@@ -39,24 +44,8 @@ class ByParameter(Several):
     def for_parameter(self, number: int) -> Algorithm:
         return self.parts[number]
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        self.parts[call.parts[0].parameter].before_gather(call, momentum, grads)
-
     def update(self, batch: Batch, norms: Tensor) -> None:
         self.parts[batch.parameters[0]].update(batch, norms)
-
-    def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        self.parts[call.parts[0].parameter].after_return(call, params)
-
-
-REPLACED_STEPS: Mapping[str, str] = MappingProxyType(
-    {
-        "before_gather": "the momentum",
-        "orthogonalize": "the orthogonalization",
-        "after_return": "the update of the weights",
-    }
-)
-"""Steps that only a single algorithm of a composition may replace, by their first method."""
 
 
 class Composed(Several):
@@ -67,9 +56,9 @@ class Composed(Several):
 
     def __init__(self, options: MuonOptions, algorithms: Sequence[Algorithm]) -> None:
         super().__init__(options, sorted(algorithms, key=lambda algorithm: algorithm.sums_norms))
-        self.gathering = self._only("before_gather", "decay")
-        self._instead = self._only("orthogonalize")
-        self.returning = self._only("after_return", "add", "factor", "rates")
+        self.gathering = self._only("the momentum", "before_gather", "decay")
+        self._instead = self._only("the orthogonalization", "orthogonalize")
+        self.returning = self._only("the update of the weights", "after_return", "add", "factor", "rates")
         self._rescaling = [a for a in self.parts if type(a).rescale is not Algorithm.rescale]
         names = [spec.name for spec in self.states(1, 1, transposed=False)]
         if len(set(names)) < len(names):
@@ -77,13 +66,11 @@ class Composed(Several):
             raise OptionError("algorithm", problem)
         self.momentum = self.gathering.momentum
 
-    def _only(self, *methods: str) -> Algorithm:
-        """The algorithm that replaces a method of Muon, or else the first algorithm."""
+    def _only(self, step: str, *methods: str) -> Algorithm:
+        """The algorithm that replaces a method of Muon, or else the first algorithm. Only one may replace a step."""
         own = [a for a in self.parts if any(getattr(type(a), n) is not getattr(MuonAlgorithm, n) for n in methods)]
         if len(own) > 1:
-            problem = (
-                f"= {[*self.options.algorithms]}: two of these change {REPLACED_STEPS[methods[0]]}; take one of them"
-            )
+            problem = f"= {[*self.options.algorithms]}: two of these change {step}; take one of them"
             raise OptionError("algorithm", problem)
         return own[0] if own else self.parts[0]
 
@@ -106,9 +93,6 @@ class Composed(Several):
         for algorithm in self.parts:
             algorithm.check(context)
 
-    def before_gather(self, call: MomentumCall, momentum: Tensors, grads: Tensors) -> None:
-        self.gathering.before_gather(call, momentum, grads)
-
     def update(self, batch: Batch, norms: Tensor) -> None:
         for algorithm in self.parts:
             norms = algorithm.prepare(batch, norms)
@@ -120,6 +104,3 @@ class Composed(Several):
                 states = own.stacked()
                 algorithm.rescale(part.whole, states, part.group, transposed=part.transposed)
                 own.store(states)
-
-    def after_return(self, call: UpdateCall, params: Tensors) -> None:
-        self.returning.after_return(call, params)

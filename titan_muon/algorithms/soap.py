@@ -32,6 +32,8 @@ from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
 
 SIDES = "rows", "cols"
+GRAM, BASIS = "soap_gram_", "soap_basis_"
+"""Names of the average of products of gradients and of its eigenbasis, before the side."""
 FIRST_MOMENT, SOAP_SECOND_MOMENT, STEPS = "soap_first_moment", "soap_second_moment", "soap_steps"
 ADAM_EPS = 1e-8
 RIDGE = 1e-3
@@ -39,16 +41,6 @@ QR_COST = 10
 """Time of a FLOP of a QR decomposition over a product's. An assumption: no GPU has measured it."""
 UNUSED = ("ns_steps", "ns_coefficients", "eps", "adjust_lr_fn")
 """Hyperparameters of Newton-Schulz and of the scale of its result."""
-
-
-def gram(side: str) -> str:
-    """Name of the average of products of gradients."""
-    return f"soap_gram_{side}"
-
-
-def basis(side: str) -> str:
-    """Name of the eigenbasis of `gram(side)`."""
-    return f"soap_basis_{side}"
 
 
 class Soap(MuonAlgorithm):
@@ -63,8 +55,8 @@ class Soap(MuonAlgorithm):
     def states(self, rows: int, cols: int, *, transposed: bool) -> tuple[StateSpec, ...]:
         sides = [(name, side) for name, side in zip(SIDES, (rows, cols), strict=True) if side <= self.max_side]
         return (
-            *(StateSpec(gram(name), (side, side)) for name, side in sides),
-            *(StateSpec(basis(name), (side, side), identity=True) for name, side in sides),
+            *(StateSpec(GRAM + name, (side, side)) for name, side in sides),
+            *(StateSpec(BASIS + name, (side, side), identity=True) for name, side in sides),
             StateSpec(FIRST_MOMENT, (rows, cols)),
             StateSpec(SOAP_SECOND_MOMENT, (rows, cols)),
             StateSpec(STEPS, (1,)),
@@ -134,18 +126,14 @@ class Soap(MuonAlgorithm):
                 refreshes = step == 0 or (step + key) % every == 0
                 for side, basis_of in bases(states):
                     product = grad @ grad.mT if side == "rows" else grad.mT @ grad
-                    average = states[gram(side)].lerp_(product, (1 - self.options.beta2) * updated)
+                    average = states[GRAM + side].lerp_(product, (1 - self.options.beta2) * updated)
                     if refreshes:
                         basis_of.copy_(torch.where(updated > 0, refreshed(average, basis_of), basis_of))
 
     def adam(self, grad: Tensor, states: Mapping[str, Tensor], updated: Tensor, group: Group) -> Tensor:
         """The update of a (rows, cols) float32 gradient. Updates the moments; `updated` is 1.0, or 0.0 to keep them."""
-        first, second, beta1, beta2 = (
-            states[FIRST_MOMENT],
-            states[SOAP_SECOND_MOMENT],
-            group["momentum"],
-            self.options.beta2,
-        )
+        first, second = states[FIRST_MOMENT], states[SOAP_SECOND_MOMENT]
+        beta1, beta2 = group["momentum"], self.options.beta2
         first.lerp_(grad, (1 - beta1) * updated)
         second.lerp_(rotated(grad, states).square(), (1 - beta2) * updated)
         # At least one, so that a matrix that never had an update has no 0 / 0.
@@ -162,8 +150,8 @@ class Soap(MuonAlgorithm):
 def bases(states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(side, basis) of each side with a basis."""
     for side in SIDES:
-        if basis(side) in states:
-            yield side, states[basis(side)]
+        if BASIS + side in states:
+            yield side, states[BASIS + side]
 
 
 def rotated(matrix: Tensor, states: Mapping[str, Tensor], *, back: bool = False) -> Tensor:

@@ -74,17 +74,14 @@ class EightBit(Decorated):
 
 def new_scales(parameter: Tensor) -> Tensor:
     """Scales of zeros, placed like the parameter: a scale for each block of a row."""
-    stored, whole = (torch.empty(_in_blocks(t.shape), device="meta") for t in (local(parameter), parameter))
+    tensors = local(parameter), parameter
+    stored, whole = (torch.empty(*t.shape[:-1], -(-t.shape[-1] // SCALE_BLOCK), device="meta") for t in tensors)
     scales = torch.zeros(stored.shape, dtype=torch.float32, device=storage_device(parameter))
     if not isinstance(parameter, DTensor):
         return scales
     placed = from_local(scales, parameter.device_mesh, parameter.placements, whole)
     copy_rows(parameter, placed)
     return placed
-
-
-def _in_blocks(shape: torch.Size) -> tuple[int, ...]:
-    return *shape[:-1], -(-shape[-1] // SCALE_BLOCK)
 
 
 def decoded(numbers: Tensor, scales: Tensor) -> Tensor:

@@ -27,9 +27,8 @@ from ..options import OptionError
 
 @dataclass(frozen=True, eq=False)
 class Suspended:
-    """A bucket before its updates. `updates`: a list that `views` has too, to take out lost updates."""
+    """A bucket before its updates. `updates`: a list of the bucket, to take out lost updates."""
 
-    views: BucketViews
     updates: list[Any]
     params: frozenset[Tensor]
     bucket: SuspendedBucket
@@ -44,7 +43,7 @@ class ForwardUpdates:
 
     def __init__(self) -> None:
         self.attached, self.count = False, 0
-        self._starting: dict[int, tuple[BucketViews, list[Any]]] = {}
+        self._starting: dict[int, list[Any]] = {}
         self._suspended: list[Suspended] = []
         self._stream: Any = None
         self._computing: Any = None
@@ -57,10 +56,11 @@ class ForwardUpdates:
     def attach(self, rank: StepContext) -> None:
         """Take the tensors of the next steps: at the start, and after storage has moved."""
         # Hooks in the model hold this object, and must not keep the memory of a deleted Muon.
-        self._weak_rank, self._late = weakref.ref(rank), rank.program.late
-        self._has_buckets = bool(rank.plan.buckets)
+        self._weak_rank, self._has_buckets = weakref.ref(rank), bool(rank.plan.buckets)
         self._module: Any = torch.get_device_module(rank.device)
         self._stream = self._stream or self._module.Stream()
+        # An exception in a step of an earlier plan may have left some.
+        self._starting.clear()
 
     def ready(self) -> None:
         """Raise OptionError on all ranks if no forward will do the late updates of a step."""
@@ -73,23 +73,21 @@ class ForwardUpdates:
 
     def start(self, muon: MuonStep, views: BucketViews, gradients: StepGradients) -> SuspendedBucket:
         """The bucket, before Act.GATHER."""
-        if views.index in self._late:
-            updates = [call.with_current_group() for call in views.updates]
+        if views.index in muon.program.late:
+            updates = self._starting[views.index] = [call.with_current_group() for call in views.updates]
             views = replace(views, updates=updates)  # type: ignore[arg-type]
-            self._starting[views.index] = views, updates
         return muon.bucket(views, gradients)
 
     def keeps(self, index: int, running: dict[int, SuspendedBucket]) -> bool:
         """Whether the bucket stays suspended at Act.APPLY, and so leaves `running`."""
-        if index not in self._late:
+        if index not in self._starting:
             return False
         self._computing = self._module.current_stream()
         self._stream.wait_stream(self._computing)
-        views, updates = self._starting.pop(index)
         rank = self._weak_rank()
         assert rank is not None, "a step holds the rank"
         params = frozenset(rank.params[number].param for number in rank.parameters_of(index))
-        self._suspended.append(Suspended(views, updates, params, running.pop(index), rank))
+        self._suspended.append(Suspended(self._starting.pop(index), params, running.pop(index), rank))
         self.count += 1
         return True
 

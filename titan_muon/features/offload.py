@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -108,16 +109,17 @@ class Window:
         self._arrived[number] = self._arriving.record_event()
 
 
-Name = Literal["param", "momentum", "grad"]
-SlotKey = tuple[Name, int, int]
-"""Kind of tensor, parameter, first row."""
+Name = Literal["momentum", "grads", "params"]
+"""Kind of host tensor, and the field of its views in a call."""
 Names = tuple[Name, ...]
 HOST_TENSORS: Mapping[Offload, Mapping[Fetch, tuple[Names, Names]]] = {
     "state": {"gather": (("momentum",), ())},
-    "parameters": {"gather": (("momentum",), ("grad",)), "update": (("param",), ())},
+    "parameters": {"gather": (("momentum",), ("grads",)), "update": (("params",), ())},
 }
 """Changed tensors, fetched and sent back, and tensors that are only fetched."""
 FETCHES: Mapping[Act, Fetch] = {Act.GATHER: "gather", Act.APPLY: "update"}
+CALLS: Mapping[Fetch, str] = {"gather": "gathers", "update": "updates"}
+"""The field of `BucketViews` with the calls that use a transfer."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,16 @@ class Transfer:
 
     Attributes:
         fetch: before the gather or after the return, of bucket `bucket`.
-        rows: ranges of whole rows that the calls use.
-        slot: device tensors by name, parameter and first row.
+        slot: by name, parameter and first row, a range of whole rows that the calls use, and the device tensor.
     """
 
     fetch: Fetch
     bucket: int
-    rows: tuple[Rectangle, ...]
-    slot: Mapping[SlotKey, Tensor]
+    slot: Mapping[tuple[Name, int, int], tuple[Rectangle, Tensor]]
+
+    def view(self, name: Name, part: Rectangle) -> Tensor:
+        _, rows = self.slot[name, part.parameter, part.start]
+        return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 
 
 class HostOffload:
@@ -144,62 +148,51 @@ class HostOffload:
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], offload: Offload) -> None:
         self._kinds, self._storage = HOST_TENSORS[offload], rank.storage
         # None: gradients of any dtype, which fit in float32.
-        dtypes = (trained.param.grad_dtype for trained in rank.params)
-        self._grad_dtypes = [torch.float32 if dtype is None else dtype for dtype in dtypes]
-        self._names = {name for changed, read in self._kinds.values() for name in (*changed, *read)}
+        dtypes = (trained.param.grad_dtype or torch.float32 for trained in rank.params)
+        grads = [stored.param.to("meta", dtype) for stored, dtype in zip(rank.storage, dtypes, strict=True)]
         uses = [(FETCHES[act], index) for act, index in rank.program.acts if FETCHES.get(act) in self._kinds]
-        rows = [rows_used(views[i].gathers if fetch == "gather" else views[i].updates) for fetch, i in uses]
         places = [
-            [(name, part) for names in self._kinds[fetch] for name in names for part in parts]
-            for (fetch, _), parts in zip(uses, rows, strict=True)
+            [(name, rows) for name in chain(*self._kinds[fetch]) for rows in rows_used(getattr(views[i], CALLS[fetch]))]
+            for fetch, i in uses
         ]
-        hosts = [[self._host(name, part) for name, part in place] for place in places]
+        hosts = [[self._host(name, rows, grads[rows.parameter]) for name, rows in place] for place in places]
         self.window = Window(rank.device)
         slots, on_device = self.window.slots(hosts)
-        self._transfers = [
-            Transfer(*use, parts, _slot(place, tensors))
-            for use, parts, place, tensors in zip(uses, rows, places, on_device, strict=True)
-        ]
-        made = list(views)
-        for transfer in self._transfers:
-            made[transfer.bucket] = self._in_slot(made[transfer.bucket], transfer)
+        self._transfers, made = list[Transfer](), list(views)
+        for (fetch, bucket), place, tensors in zip(uses, places, on_device, strict=True):
+            pairs = zip(place, tensors, strict=True)
+            slot = {(name, rows.parameter, rows.start): (rows, tensor) for (name, rows), tensor in pairs}
+            self._transfers.append(Transfer(fetch, bucket, slot))
+            made[bucket] = self._in_slot(made[bucket], self._transfers[-1])
         self.views = tuple(made)
         self.memory = StepMemory(slots, kept=False)
 
-    def _host(self, name: Name, part: Rectangle) -> Tensor:
-        """The host tensor, or for a gradient one like it, without memory."""
-        stored = self._storage[part.parameter]
-        if name == "grad":
-            return part.of(stored.param).to("meta", self._grad_dtypes[part.parameter])
-        return part.of_momentum(stored) if name == "momentum" else part.of(stored.param)
+    def _host(self, name: Name, rows: Rectangle, grad: Tensor | None) -> Tensor:
+        stored = self._storage[rows.parameter]
+        if name == "momentum":
+            return rows.of_momentum(stored)
+        return rows.of(stored.param if name == "params" else grad)
 
     def _in_slot(self, views: BucketViews, transfer: Transfer) -> BucketViews:
-        slot = transfer.slot
-        if transfer.fetch == "update":
-            updates = (replace(c, params=tuple(_view(slot, "param", p) for p in c.parts)) for c in views.updates)
-            return replace(views, updates=tuple(updates))
-        gathers = [replace(c, momentum=tuple(_view(slot, "momentum", p) for p in c.parts)) for c in views.gathers]
-        if "grad" in self._names:
-            gathers = [replace(c, grads=tuple(_view(slot, "grad", p) for p in c.parts)) for c in gathers]
-        return replace(views, gathers=tuple(gathers))
+        names, field = [*chain(*self._kinds[transfer.fetch])], CALLS[transfer.fetch]
+        calls = [
+            replace(call, **{name: tuple(transfer.view(name, part) for part in call.parts) for name in names})
+            for call in getattr(views, field)
+        ]
+        changed: dict[str, Any] = {field: tuple(calls)}
+        return replace(views, **changed)
 
     def begin(self, gradients: StepGradients) -> None:
         self.memory.take()
         self.window.begin([list(self._copies_of(transfer, gradients)) for transfer in self._transfers])
 
     def _copies_of(self, transfer: Transfer, gradients: StepGradients) -> Iterator[Copied]:
-        # The step decays a parameter without a gradient.
-        for changes, names in zip((True, False), self._kinds[transfer.fetch], strict=True):
-            for name, part in ((name, part) for name in names for part in transfer.rows):
-                stored, grad = self._storage[part.parameter], gradients.grads[part.parameter]
-                if name == "param":
-                    host = None if part.parameter in gradients.excluded else part.of(stored.param)
-                elif grad is None:
-                    host = None
-                else:
-                    host = part.of(grad) if name == "grad" else part.of_momentum(stored)
-                if host is not None:
-                    yield Copied(transfer.slot[name, part.parameter, part.start], host, changes)
+        changed, _ = self._kinds[transfer.fetch]
+        for (name, parameter, _), (rows, on_device) in transfer.slot.items():
+            grad = gradients.grads[parameter]
+            # The step decays a parameter without a gradient.
+            if grad is not None if name != "params" else parameter not in gradients.excluded:
+                yield Copied(on_device, self._host(name, rows, grad), name in changed)
 
     def fetched(self, fetch: Fetch) -> AbstractContextManager[None]:
         """Hold the next transfer on the device, if this work has transfers."""
@@ -209,7 +202,7 @@ class HostOffload:
         self.window.end()
         self.memory.free()
         # The user may read parameters on the host after the step.
-        if "param" in self._names:
+        if "update" in self._kinds:
             self.synchronize()
 
     def synchronize(self) -> None:
@@ -217,19 +210,10 @@ class HostOffload:
         self.window.synchronize()
 
 
-def rows_used(calls: Iterable[MomentumCall | UpdateCall]) -> tuple[Rectangle, ...]:
+def rows_used(calls: Iterable[MomentumCall | UpdateCall]) -> Iterable[Rectangle]:
     """The rows of these calls. Rectangles side by side share one range."""
     parts = [part for call in calls for part in call.parts]
-    return tuple({(part.parameter, part.start): part.rows for part in parts}.values())
-
-
-def _slot(place: Iterable[tuple[Name, Rectangle]], views: Iterable[Tensor]) -> dict[SlotKey, Tensor]:
-    return {(name, part.parameter, part.start): view for (name, part), view in zip(place, views, strict=True)}
-
-
-def _view(slot: Mapping[SlotKey, Tensor], name: Name, part: Rectangle) -> Tensor:
-    rows = slot[name, part.parameter, part.start]
-    return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
+    return {(part.parameter, part.start): part.rows for part in parts}.values()
 
 
 class OffloadFeature(Feature):
@@ -239,16 +223,12 @@ class OffloadFeature(Feature):
         """Raise OptionError for an overlap that needs tensors on the device, and for matrices that share rows."""
         options = context.options
         if options.overlap != "none" and (options.overlap, options.offload) != ("forward", "state"):
-            problem = (
-                f"= {options.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
-            )
-            raise OptionError("overlap", problem)
+            remedy = "set 'none', or offload = 'none'"
+            raise OptionError("overlap", f"= {options.overlap!r} needs momentum and parameters on the device; {remedy}")
         # Transfers move whole rows, so two transfers would overwrite common rows.
         if shared := next((parameter.fqn for parameter in context.parameters if parameter.stack.interleaved), None):
-            problem = (
-                f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"'
-            )
-            raise OptionError("offload", problem)
+            problem = f"does not take {shared}, whose matrices share rows of its storage"
+            raise OptionError("offload", f'= "{options.offload}" {problem}; set "none"')
 
     def build(self, parts: BuiltStep, before: BuiltStep | None) -> None:
         parts.offload = offload = HostOffload(parts.rank, parts.views, parts.rank.options.offload)

@@ -57,8 +57,8 @@ class WeightNorms(Decorated):
         self._shares = torch.tensor(shares, device=device)
         self._travels = torch.tensor([not ranks for ranks in plan.local], device=device)
         self._before = torch.zeros(len(plan.matrices), device=device)
-        self._works: Sequence[dist.Work] = ()
-        self._waiting = False
+        # Of the norms before the step, until a matrix needs its state.
+        self._works: Sequence[dist.Work] | None = None
         of_matrices = zip(plan.matrices, self._before.split(1), strict=True)
         self.norms = {
             number: {WEIGHT_NORM: norm}
@@ -67,7 +67,7 @@ class WeightNorms(Decorated):
         }
 
     def begin(self, gradients: StepGradients) -> None:
-        self._works, self._waiting = self._start(self._before), True
+        self._works = self._start(self._before)
 
     def update(self, batch: Batch, norms: Tensor) -> None:
         self.wait()
@@ -75,9 +75,9 @@ class WeightNorms(Decorated):
 
     def wait(self) -> None:
         """Wait for the norms before the step, once."""
-        if self._waiting:
+        if self._works is not None:
             self._finish(self._before, self._works)
-        self._waiting = False
+        self._works = None
 
     def end(self) -> None:
         self.wait()

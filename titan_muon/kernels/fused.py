@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from ..engine.step.algorithm import Algorithm, PlanContext
 from ..engine.step.feature import BuiltStep, Feature
-from ..engine.step.foreach import MomentumCall, Rectangle, StepContext, UpdateCall, group_numbers
+from ..engine.step.foreach import MomentumCall, Rectangle, StepContext, UpdateCall, group_numbers, slot_bytes
 from ..engine.step.gradients import StepGradients
 from ..engine.step.muon import MuonAlgorithm
 from ..engine.step.rounding import seed_of, wrapped
-from ..engine.step.views import Batch, BucketViews
+from ..engine.step.views import BucketViews
 from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
 from ..options import MuonOptions, OptionError
-from .batches import BatchLaunches, iteration_bytes, takes_batch
-from .launch import TableLaunch
-from .tables import ALIGNMENT, EXCLUDED, MISSING, Row, Table, ViewPlace, address, bits, view_place
+from .batches import BatchLaunches, TableLaunch, scratch_of, takes_batch
+from .tables import ALIGNMENT, EXCLUDED, MISSING, Row, Table, ViewPlace, address, bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = 2
@@ -31,24 +30,15 @@ GRADIENTS = 2
 GROUP_WORDS = 6
 """Words of a group and a shape: momentum's weight, momentum, nesterov, decay, rate, seed."""
 
-
 Kind = tuple[tuple[str, Any], ...]
 """Options of a kernel."""
-
-
-class Numbers(NamedTuple):
-    """What has the numbers of a group and a shape."""
-
-    gathering: MuonAlgorithm
-    returning: MuonAlgorithm
-    call: UpdateCall
 
 
 class Kernels:
     """Two launches for each bucket. A hook that refreshes the vector, see [Note: tables and the vector of a step].
 
-    `views`: the calls of the buckets, with their tensors. `scratch`: memory of the iterations, in a step. `kind`: what
-    makes other launches in a step.
+    `views`: the calls of the buckets, with their tensors. `scratch`: memory of the iterations, in a step. `dtypes`: of
+    gradients, by parameter; other dtypes have other launches.
     """
 
     captured = False
@@ -59,31 +49,36 @@ class Kernels:
         # See [Note: one launch].
         self._copies_unaligned = rank.options.cuda_graph is True
         self._groups, count = group_numbers(rank), len(rank.storage)
-        self._numbers: dict[tuple[int, tuple[int, int]], Numbers] = {}
+        # Sources of the numbers of a group and a shape.
+        self._numbers: dict[tuple[int, tuple[int, int]], tuple[Algorithm, UpdateCall]] = {}
         for call in (call for bucket in views for call in bucket.updates):
             parameter = call.parts[0].parameter
-            own, key = algorithm.for_parameter(parameter), (self._groups[parameter], call.out_in)
-            gathering, returning = own.gathering, own.returning
-            assert isinstance(gathering, MuonAlgorithm), "see `has_kernels`"
-            assert isinstance(returning, MuonAlgorithm), "see `has_kernels`"
-            self._numbers.setdefault(key, Numbers(gathering, returning, call))
+            key = self._groups[parameter], call.out_in
+            self._numbers.setdefault(key, (algorithm.for_parameter(parameter), call))
         self._flags = GRADIENTS + count
         self._words = {key: self._flags + count + GROUP_WORDS * place for place, key in enumerate(self._numbers)}
         self._storages: dict[UntypedStorage, int] = {}
         planned = (trained.param.grad_dtype for trained in rank.params)
-        self._dtypes = [dtype or trained.param.dtype for dtype, trained in zip(planned, rank.params, strict=True)]
+        pairs = zip(planned, rank.params, strict=True)
         self._by_dtypes: dict[tuple[torch.dtype, ...], list[list[TableLaunch]]] = {}
-        self._advances = self._momentum_launches()
+        self._use_dtypes(tuple(dtype or trained.param.dtype for dtype, trained in pairs))
         self._updates = [self._launches("update", map(self._update_rows, bucket.updates)) for bucket in views]
-        batches = [[(batch, algorithm.for_parameter(batch.parameters[0])) for _, batch, _ in v.batches] for v in views]
-        sizes = (iteration_bytes(rank, *pair) for bucket in batches for pair in bucket)
-        self.scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=rank.device)
-        self._batches = [self._launches_of(view.index, pairs) for view, pairs in zip(views, batches, strict=True)]
+        taken = {
+            (view.index, number): (batch, own)
+            for view in views
+            for number, (_, batch, _) in enumerate(view.batches)
+            if takes_batch(rank, batch, own := algorithm.for_parameter(batch.parameters[0]))
+        }
+        size = max((sum(map(slot_bytes, scratch_of(rank, batch))) for batch, _ in taken.values()), default=0)
+        self.scratch = torch.empty(size, dtype=torch.uint8, device=rank.device)
+        self._batches = {
+            key: BatchLaunches(rank, key[0], *pair, self.scratch, self._stored, self._flags)
+            for key, pair in taken.items()
+        }
         words = self._flags + count + GROUP_WORDS * len(self._words) + len(self._storages)
         self._vector = torch.zeros(words, dtype=torch.int64, device=rank.device)
         self._copies: list[Tensor] = []
         self._unaligned: list[int] | None = None
-        self.kind: Hashable = None
 
     # --- tables ---
 
@@ -96,88 +91,75 @@ class Kernels:
         send = self._rank.on_device
         return [TableLaunch(kernel, table.on(send), options) for options, table in made if len(table.tiles)]
 
-    def _momentum_launches(self) -> list[list[TableLaunch]]:
-        # Kept, because a captured step reads the tables again.
-        if (dtypes := tuple(self._dtypes)) not in self._by_dtypes:
+    def _use_dtypes(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        """Take the launches for gradients of these dtypes, by parameter. A captured step reads its tables again."""
+        self.dtypes = dtypes
+        if dtypes not in self._by_dtypes:
             made = (self._launches("advance", map(self._momentum_rows, bucket.gathers)) for bucket in self._views)
             self._by_dtypes[dtypes] = list(made)
-        return self._by_dtypes[dtypes]
+        self._advances = self._by_dtypes[dtypes]
 
     def _momentum_rows(self, call: MomentumCall) -> Iterator[tuple[Kind, Row]]:
         gathers = self._algorithm.for_parameter(call.parts[0].parameter).gathering.gather_kernel
         if gathers == "copy" and not call.packed:
             return
         packed, grads = call.packed or call.momentum, call.grads or (None,) * len(call.parts)
+        flags = {"PACKS": bool(call.packed), "GATHERS": gathers}
         for part, momentum, blend, fetched in zip(call.parts, call.momentum, packed, grads, strict=True):
             grad = self._gradient(part) if fetched is None else self._stored(fetched)
-            dtype = self._dtypes[part.parameter] if fetched is None else fetched.dtype
-            dtypes = {"MOMENTUM": momentum.dtype, "GRAD": dtype, "PACKED": blend.dtype}
+            dtype = self.dtypes[part.parameter] if fetched is None else fetched.dtype
+            kind = {"MOMENTUM": momentum.dtype, "GRAD": dtype, "PACKED": blend.dtype, **flags}
             # A copy has no momentum.
             old = blend if gathers == "copy" else momentum
-            row = self._row(part, old, 0, (self._stored(old), grad, self._stored(blend)))
-            yield (*dtypes.items(), ("PACKS", bool(call.packed)), ("GATHERS", gathers)), row
+            yield tuple(kind.items()), self._row(part, old, 0, (self._stored(old), grad, self._stored(blend)))
 
     def _update_rows(self, call: UpdateCall) -> Iterator[tuple[Kind, Row]]:
         firsts = [0] * len(call.parts) if call.chunk is None else call.chunk.firsts
         flags = {"CAUTIOUS": self._cautious, "STOCHASTIC": call.chunk is not None}
         for part, param, change, first in zip(call.parts, call.params, call.updates, firsts, strict=True):
-            row = self._row(part, param, first, (self._stored(param), self._stored(change)))
-            yield (("PARAM", param.dtype), ("UPDATE", change.dtype), *flags.items()), row
+            kind = {"PARAM": param.dtype, "UPDATE": change.dtype, **flags}
+            yield tuple(kind.items()), self._row(part, param, first, (self._stored(param), self._stored(change)))
 
     def _row(self, part: Rectangle, view: Tensor, first: int, places: tuple[ViewPlace, ...]) -> Row:
         numbers = self._words[self._groups[part.parameter], self._rank.plan.out_in(part.matrix)]
-        rows, cols = view.shape
-        return Row(rows, cols, numbers, self._flags + part.parameter, first, places)
+        return Row(view.size(0), view.size(1), numbers, self._flags + part.parameter, first, places)
 
     def _stored(self, view: Tensor) -> ViewPlace:
         """The place in a storage."""
         first = self._flags + len(self._groups) + GROUP_WORDS * len(self._words)
         base = self._storages.setdefault(view.untyped_storage(), first + len(self._storages))
-        return view_place(base, view, int(view.storage_offset()), view.itemsize)
+        return ViewPlace.of(base, view, int(view.storage_offset()), view.itemsize)
 
     def _gradient(self, part: Rectangle) -> ViewPlace:
         """The place in a contiguous gradient."""
-        stored, size = self._rank.storage[part.parameter].param, self._dtypes[part.parameter].itemsize
+        stored, size = self._rank.storage[part.parameter].param, self.dtypes[part.parameter].itemsize
         view = part.of(stored)
-        return view_place(GRADIENTS + part.parameter, view, int(view.storage_offset() - stored.storage_offset()), size)
-
-    def _launches_of(self, bucket: int, batches: Iterable[tuple[Batch, Algorithm]]) -> list[BatchLaunches | None]:
-        rank = self._rank
-        return [
-            BatchLaunches(rank, bucket, batch, own, self.scratch, self._stored, self._flags)
-            if takes_batch(rank, batch, own)
-            else None
-            for batch, own in batches
-        ]
+        first = int(view.storage_offset() - stored.storage_offset())
+        return ViewPlace.of(GRADIENTS + part.parameter, view, first, size)
 
     # --- each step ---
 
     def begin(self, gradients: StepGradients) -> None:
         """Refresh the vector. Other dtypes of gradients than in the step before need other tables."""
-        dtypes = [old if (new := gradients.dtype(n)) is None else new for n, old in enumerate(self._dtypes)]
-        if dtypes != self._dtypes:
-            self._dtypes = dtypes
-            self._advances = self._momentum_launches()
+        dtypes = tuple(gradients.dtype(number) or old for number, old in enumerate(self.dtypes))
+        if dtypes != self.dtypes:
+            self._use_dtypes(dtypes)
         grads = [None if grad is None else grad.contiguous() for grad in gradients.grads]
         if self._copies_unaligned:
             grads = [g if g is None or address(g) % ALIGNMENT == 0 else g.clone() for g in grads]
         # Not all gradients, because `release_grads` frees them in the step.
         self._copies = [g for g, given in zip(grads, gradients.grads, strict=True) if g is not None and g is not given]
         flags = [MISSING * (g is None) + EXCLUDED * (n in gradients.excluded) for n, g in enumerate(grads)]
-        numbers = [self._numbers_of(*sources) for sources in self._numbers.values()]
+        numbers = [*chain.from_iterable(self._numbers_of(*sources) for sources in self._numbers.values())]
         addresses = [0 if grad is None else address(grad) for grad in grads]
         storages = [address(storage) for storage in self._storages]
-        words = [0, bits(1.0), *addresses, *flags]
-        for number in chain.from_iterable(numbers):
-            words.append(number if isinstance(number, int) else 0)
-        words += storages
-        shifts = [word % ALIGNMENT for word in (*addresses, *storages)]
-        self._unaligned = words if any(shifts) else None
-        self.kind = tuple(dtypes), tuple(shifts) if any(shifts) else ()
+        on_host = (0 if isinstance(number, Tensor) else number for number in numbers)
+        words = [0, bits(1.0), *addresses, *flags, *on_host, *storages]
+        self._unaligned = words if any(word % ALIGNMENT for word in (*addresses, *storages)) else None
         host, floats = torch.tensor(words, dtype=torch.int64, device="cpu"), self._vector.view(torch.float32)
         self._vector.copy_(host if is_host(self._rank.device) else host.pin_memory(), non_blocking=True)
         # A rate in device memory, where the host does not wait for it.
-        for word, number in enumerate(chain.from_iterable(numbers), self._flags + len(flags)):
+        for word, number in enumerate(numbers, self._flags + len(flags)):
             if isinstance(number, Tensor):
                 floats[2 * word].copy_(number)
         if (scaling := gradients.scaling) is not None:
@@ -185,8 +167,11 @@ class Kernels:
             if scaling.inverse is not None:
                 floats[2].copy_(scaling.inverse)
 
-    def _numbers_of(self, gathering: MuonAlgorithm, returning: MuonAlgorithm, call: UpdateCall) -> list[int | Tensor]:
-        group, momentum = call.group, gathering.decay(call.group)
+    def _numbers_of(self, own: Algorithm, call: UpdateCall) -> list[int | Tensor]:
+        gathering, returning, group = own.gathering, own.returning, call.group
+        assert isinstance(gathering, MuonAlgorithm), "see `has_kernels`"
+        assert isinstance(returning, MuonAlgorithm), "see `has_kernels`"
+        momentum = gathering.decay(group)
         lr, decay = returning.rates(group)
         factor = -lr * decay if self._cautious else 1 - lr * decay
         rates = [n if isinstance(n, Tensor) else bits(n) for n in (factor, -lr * returning.factor(call))]
@@ -198,7 +183,7 @@ class Kernels:
             launch.run(self._vector, self._unaligned)
 
     def orthogonalize(self, index: int, number: int) -> bool:
-        batch = self._batches[index][number]
+        batch = self._batches.get((index, number))
         if batch is not None:
             batch.run(self._vector, self._unaligned)
         return batch is not None
@@ -230,16 +215,14 @@ def has_kernels(algorithm: Algorithm) -> bool:
 
 def foreach_reason(options: MuonOptions, algorithm: Algorithm, tensors: Sequence[Tensor]) -> str:
     """Why `fused = "auto"` takes PyTorch's operators on a GPU; empty if it takes the kernels."""
-    numbers = range(len(tensors))
     # A plan may be for GPUs that this machine lacks.
-    if not usable("cuda") and torch.accelerator.is_available():
-        reason = "the package triton is missing"
-    else:
-        reason = _unfit(options, map(algorithm.for_parameter, numbers), tensors)
+    lacks_triton = not usable("cuda") and torch.accelerator.is_available()
+    reason = "the package triton is missing" if lacks_triton else _unfit(options, algorithm, tensors)
     return reason and f"momentum and update by PyTorch's operators: {reason}"
 
 
-def _unfit(options: MuonOptions, algorithms: Iterable[Algorithm], tensors: Iterable[Tensor]) -> str:
+def _unfit(options: MuonOptions, algorithm: Algorithm, tensors: Sequence[Tensor]) -> str:
+    algorithms = map(algorithm.for_parameter, range(len(tensors)))
     own = next((one.options.algorithm for one in algorithms if not has_kernels(one)), None)
     if own is not None:
         return f"algorithm = {own!r} has element-wise arithmetic of its own"
@@ -254,7 +237,7 @@ class FusedFeature(Feature):
     def check(self, context: PlanContext) -> None:
         """Raise OptionError for other arithmetic, wider weights, and a device without Triton."""
         options, device = context.options, context.device
-        if problem := _unfit(options, [context.algorithm], [tensor for _, tensor in context.named]):
+        if problem := _unfit(options, context.algorithm, [tensor for _, tensor in context.named]):
             raise OptionError("fused", f"= True has no kernels: {problem}; set 'auto'")
         # A dry run may plan for GPUs that this machine lacks.
         if not usable(device) and (device == "cpu" or torch.accelerator.is_available()):

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -36,30 +36,13 @@ EAGER_STEPS = 3
 """Eager steps of a kind before its capture."""
 
 
-class CudaGraph:
-    """The kernels of `run`. `other`: a graph with which it shares memory, because they run in turn."""
-
-    def __init__(self, run: Callable[[], None], other: CudaGraph | None) -> None:
-        self._graph: Any = torch.cuda.CUDAGraph()
-        pool = None if other is None else other._graph.pool()
-        # NCCL's watchdog calls CUDA in another thread.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            run()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def release(self) -> None:
-        self._graph.reset()
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A graph, and the collectives and bytes that a replay sends."""
-
-    graph: CudaGraph
-    calls: int
-    bytes_sent: int
+def captured(run: Callable[[], None], other: Any | None) -> Any:
+    """A CUDA graph of the kernels of `run`. `other`: a graph with which it shares memory, because they run in turn."""
+    graph: Any = torch.cuda.CUDAGraph()
+    # NCCL's watchdog calls CUDA in another thread.
+    with torch.cuda.graph(graph, pool=other and other.pool(), capture_error_mode="thread_local"):
+        run()
+    return graph
 
 
 class CapturedStep:
@@ -75,7 +58,8 @@ class CapturedStep:
         self._outside = [hook for hook in step.hooks if not hook.captured]
         self._passes, self._algorithms = passes, algorithms
         self._skipped = torch.zeros((), dtype=torch.bool, device=device)
-        self._graphs: dict[Hashable, Captured] = {}
+        # By kind, with the collectives and bytes that a replay sends.
+        self._graphs: dict[Hashable, tuple[Any, int, int]] = {}
         self._eager = Counter[Hashable]()
 
     def run(self, gradients: StepGradients) -> None:
@@ -94,7 +78,7 @@ class CapturedStep:
         if gradients.excluded or not self._step.views:
             return None
         read = tuple(algorithm.kind(group) for algorithm, group in self._algorithms)
-        return gradients.scaling is not None, self._passes.kind, read
+        return gradients.scaling is not None, self._passes.dtypes, read
 
     def _run_kind(self, kind: Hashable, gradients: StepGradients) -> None:
         if kind is None or (kind not in self._graphs and self._eager[kind] < EAGER_STEPS):
@@ -102,22 +86,22 @@ class CapturedStep:
             self._eager[kind] += 1
             return
         traffic = self._step.exchange.traffic
-        if kind not in self._graphs:
+        if kind in self._graphs:
+            graph, calls, sent = self._graphs[kind]
+            traffic.calls, traffic.bytes_sent = traffic.calls + calls, traffic.bytes_sent + sent
+        else:
             calls, sent = traffic.calls, traffic.bytes_sent
             with trace_range("capture"):
-                other = next((captured.graph for captured in self._graphs.values()), None)
-                graph = CudaGraph(partial(self._step.run, gradients), other)
-            self._graphs[kind] = Captured(graph, traffic.calls - calls, traffic.bytes_sent - sent)
-        else:
-            traffic.calls += self._graphs[kind].calls
-            traffic.bytes_sent += self._graphs[kind].bytes_sent
+                other = next((graph for graph, _, _ in self._graphs.values()), None)
+                graph = captured(partial(self._step.run, gradients), other)
+            self._graphs[kind] = graph, traffic.calls - calls, traffic.bytes_sent - sent
         with trace_range("replay"):
-            self._graphs[kind].graph.replay()
+            graph.replay()
 
     def release(self) -> None:
         """Give up the graphs, before the memory and the process groups that they use."""
-        for captured in self._graphs.values():
-            captured.graph.release()
+        for graph, _, _ in self._graphs.values():
+            graph.reset()
         self._graphs.clear()
         self._eager.clear()
 
@@ -136,6 +120,10 @@ def captures(kind: str) -> bool:
     return kind == "cuda"
 
 
+def _refuse(problem: str) -> Never:
+    raise OptionError("cuda_graph", f"= True {problem}")
+
+
 class GraphFeature(Feature):
     """A step as one launch."""
 
@@ -144,21 +132,17 @@ class GraphFeature(Feature):
         options = context.options
         for name, (needed, reason) in NOT_CAPTURED.items():
             if (value := getattr(options, name)) != needed:
-                problem = (
-                    f"= True does not take {name} = {value!r}, because {reason}; set {needed!r}, or cuda_graph = False"
-                )
-                raise OptionError("cuda_graph", problem)
+                _refuse(f"does not take {name} = {value!r}, because {reason}; set {needed!r}, or cuda_graph = False")
         if not captures(context.device):
-            raise OptionError("cuda_graph", f"= True captures a step on a GPU, not on {context.device}; set False")
+            _refuse(f"captures a step on a GPU, not on {context.device}; set False")
         if options.fused is not True:
             reason = foreach_reason(options, context.algorithm, [tensor for _, tensor in context.named])
             why = reason or "fused = False"
-            problem = f"= True needs the kernels of fused, because operators get rates from the host ({why}); set False"
-            raise OptionError("cuda_graph", problem)
+            _refuse(f"needs the kernels of fused, because operators get rates from the host ({why}); set False")
         if any(undeclared(type(part)) for part in context.algorithm.parts):
-            unknown = f"what algorithm = {options.algorithm!r} reads in a step"
-            problem = f"= True does not know {unknown}; define kind(), or set False"
-            raise OptionError("cuda_graph", problem)
+            _refuse(
+                f"does not know what algorithm = {options.algorithm!r} reads in a step; define kind(), or set False"
+            )
 
     def decorate(self, parts: BuiltStep) -> None:
         # Before others decorate it.
@@ -168,7 +152,7 @@ class GraphFeature(Feature):
         """The step as graphs."""
         on_gpu = parts.rank.device.type == "cuda"
         if on_gpu and parts.rank.plan.buckets and backends().get("cuda") == "gloo":
-            raise OptionError("cuda_graph", "= True needs NCCL, because gloo exchanges on the host; set False")
+            _refuse("needs NCCL, because gloo exchanges on the host; set False")
         warn("cuda_graph = True: a step is one CUDA graph, which is not measured on a GPU")
         assert isinstance(parts.passes, Kernels), "see `check`"
         groups = zip(group_numbers(parts.rank), parts.rank.params, strict=True)

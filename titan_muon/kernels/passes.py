@@ -41,9 +41,9 @@ def _lerp(start, end, weight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(number, tiles, table, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _piece(number, tiles, table, TENSORS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program's row of the table, the elements in row-major order, the mask and the columns."""
-    words = table + tl.load(tiles + number).to(tl.int64) * WORDS
+    words = table + tl.load(tiles + number).to(tl.int64) * (ROW_HEADER + 4 * TENSORS)
     index = (number - tl.load(words + 2).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
     size, cols = tl.load(words).to(tl.int32), tl.load(words + 1).to(tl.int32)
     if ALIGNED:
@@ -52,32 +52,17 @@ def _piece(number, tiles, table, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLO
 
 
 @triton.jit
-def _pointers(word, vector, index, cols, DTYPE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to these elements of the tensor at `word` of a row."""
+def _pointers(words, place, vector, index, cols, DTYPE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to these elements of tensor number `place` of a row."""
+    word = words + ROW_HEADER + 4 * place
     start = (tl.load(vector + tl.load(word)) + tl.load(word + 1)).to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        # Here, because a hint on an argument of a function is lost.
+        # The hints let Triton access 16 bytes at once. A hint on an argument of a function is lost.
         start = tl.multiple_of(start, 16)
-    return _elements(start, word, index, cols, FLAT, ALIGNED)
-
-
-@triton.jit
-def _in_stack(x, word, index, cols, DTYPE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to these elements of the stack `x`, at the place at `word` of a row."""
-    start = (x.to(tl.int64) + tl.load(word + 1)).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
-    return _elements(start, word, index, cols, FLAT, ALIGNED)
-
-
-@triton.jit
-def _elements(start, word, index, cols, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers from `start`, with the strides of the tensor at `word` of a row."""
     if FLAT:
         return start + index
     row, col, stride = index // cols, index % cols, tl.load(word + 2)
     if ALIGNED:
-        # The hints let Triton access 16 bytes at once.
         return start + row * tl.multiple_of(stride, 16) + col
     return start + row * stride + col * tl.load(word + 3)
 
@@ -113,15 +98,15 @@ def advance(  # type: ignore[no-untyped-def]
     A row has momentum, gradient and packed tensor. A missing gradient packs NaN, so that the owner makes no update.
     GATHERS: `Algorithm.gather_kernel`. "copy" packs the gradient, without a momentum, and "signs" the blend's signs.
     """
-    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 12, ALIGNED, BLOCK)
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, 3, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
-    grads = _pointers(words + ROW_HEADER + 4, vector, index, cols, GRAD, FLAT, ALIGNED)
+    grads = _pointers(words, 1, vector, index, cols, GRAD, FLAT, ALIGNED)
     present = (flag & NO_GRADIENT) == 0
     grad = tl.load(grads, mask=inside & present, other=float("nan")).to(tl.float32) * _float(vector + 1)
     grad = _rounded(grad, GRAD).to(tl.float32)
     blend = grad
     if GATHERS != "copy":
-        momenta = _pointers(words + ROW_HEADER, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
+        momenta = _pointers(words, 0, vector, index, cols, MOMENTUM, FLAT, ALIGNED)
         before = tl.load(momenta, mask=inside).to(tl.float32)
         average = _lerp(before, grad, _float(numbers))
         # A skipped step changes nothing.
@@ -140,7 +125,7 @@ def advance(  # type: ignore[no-untyped-def]
             wide = result.to(tl.float32)
             signs = tl.where(wide > 0, 1.0, tl.where(wide < 0, -1.0, 0.0))
             result = _rounded(tl.where(tl.abs(wide) < float("inf"), signs, float("nan")), PACKED)
-        packed = _pointers(words + ROW_HEADER + 8, vector, index, cols, PACKED, FLAT, ALIGNED)
+        packed = _pointers(words, 2, vector, index, cols, PACKED, FLAT, ALIGNED)
         tl.store(packed, result, mask=inside)
 
 
@@ -154,10 +139,10 @@ def update(  # type: ignore[no-untyped-def]
 
     A row has parameter and update. CAUTIOUS: only where param * update >= 0. STOCHASTIC: see [Note: draws].
     """
-    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, 2, ALIGNED, BLOCK)
     numbers, flag = vector + tl.load(words + 3), tl.load(vector + tl.load(words + 4))
-    params = _pointers(words + ROW_HEADER, vector, index, cols, PARAM, FLAT, ALIGNED)
-    updates = _pointers(words + ROW_HEADER + 4, vector, index, cols, UPDATE, FLAT, ALIGNED)
+    params = _pointers(words, 0, vector, index, cols, PARAM, FLAT, ALIGNED)
+    updates = _pointers(words, 1, vector, index, cols, UPDATE, FLAT, ALIGNED)
     param, change = tl.load(params, mask=inside).to(tl.float32), tl.load(updates, mask=inside).to(tl.float32)
     factor, rate = _float(numbers + 3), _float(numbers + 4)
     decayed = tl.where(param * change < 0, param, tl.fma(param, factor, param)) if CAUTIOUS else param * factor
@@ -176,20 +161,20 @@ def update(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def norm_parts(  # type: ignore[no-untyped-def]
-    tiles, table, vector, matrices, parts,
+    tiles, table, vector, ends, parts,
     PIECE: tl.constexpr, PARTS: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`parts` (count, PARTS): sums of squares of each matrix. A program sums every PARTS-th tile, in order.
 
-    A row has a piece of a matrix in a buffer, and its place in the stack. `matrices` (count, 3): the first tile, the
-    last, and the word of the parameter's flag.
+    A row has a piece of a matrix in a buffer, and its place in the stack. `ends` (count + 1,): the first tile of each
+    matrix, and the last tile.
     """
     matrix = tl.program_id(1)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    first, last = tl.load(matrices + 3 * matrix), tl.load(matrices + 3 * matrix + 1)
+    first, last = tl.load(ends + matrix), tl.load(ends + matrix + 1)
     for number in range(first + tl.program_id(0), last, PARTS):
-        words, index, inside, cols = _piece(number, tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
-        pieces = _pointers(words + ROW_HEADER, vector, index, cols, PIECE, FLAT, ALIGNED)
+        words, index, inside, cols = _piece(number, tiles, table, 2, ALIGNED, BLOCK)
+        pieces = _pointers(words, 0, vector, index, cols, PIECE, FLAT, ALIGNED)
         value = tl.load(pieces, mask=inside, other=0.0).to(tl.float32)
         sums = tl.fma(value, value, sums)
     tl.store(parts + matrix * PARTS + tl.program_id(0), tl.sum(sums))
@@ -197,7 +182,7 @@ def norm_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def normalize(  # type: ignore[no-untyped-def]
-    tiles, table, vector, matrices, parts, broken, x, eps, start,
+    tiles, table, vector, ends, parts, broken, eps, start,
     PIECE: tl.constexpr, X: tl.constexpr, ROUNDED: tl.constexpr, PARTS: tl.constexpr,
     FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -205,9 +190,8 @@ def normalize(  # type: ignore[no-untyped-def]
 
     `broken` (count,): whether the norm is not finite. ROUNDED: norm and scale are bfloat16.
     """
-    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
-    matrix = tl.load(words + 3)
-    flag = tl.load(vector + tl.load(matrices + 3 * matrix + 2))
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, 2, ALIGNED, BLOCK)
+    matrix, flag = tl.load(words + 3), tl.load(vector + tl.load(words + 4))
     idle = (tl.load(vector) != 0) | ((flag & STAYS) != 0)
     norm = tl.sqrt_rn(tl.sum(tl.load(parts + matrix * PARTS + tl.arange(0, PARTS))))
     # False for NaN.
@@ -217,23 +201,23 @@ def normalize(  # type: ignore[no-untyped-def]
         scale = _rounded(tl.div_rn(1.0, tl.maximum(norm, eps)), tl.bfloat16).to(tl.float32)
     else:
         scale = tl.div_rn(1.0, tl.maximum(norm, eps)) * start
-    pieces = _pointers(words + ROW_HEADER, vector, index, cols, PIECE, FLAT, ALIGNED)
+    pieces = _pointers(words, 0, vector, index, cols, PIECE, FLAT, ALIGNED)
     value = tl.load(pieces, mask=inside).to(tl.float32) * scale
     value = tl.where((idle == 0) & finite, value, 0.0)
-    places = _in_stack(x, words + ROW_HEADER + 4, index, cols, X, FLAT, ALIGNED)
+    places = _pointers(words, 1, vector, index, cols, X, FLAT, ALIGNED)
     tl.store(places, _rounded(value, X), mask=inside)
-    is_first = tl.program_id(0) == tl.load(matrices + 3 * matrix)
+    is_first = tl.program_id(0) == tl.load(ends + matrix)
     tl.store(broken + matrix, ((idle == 0) & (finite == 0)).to(tl.int8), mask=is_first)
 
 
 @triton.jit
 def split(  # type: ignore[no-untyped-def]
-    tiles, table, vector, x,
+    tiles, table, vector,
     PIECE: tl.constexpr, X: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write results to the pieces of a buffer, in its dtype. A row has a piece, and its place in the stack."""
-    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, ROW_HEADER + 8, ALIGNED, BLOCK)
-    places = _in_stack(x, words + ROW_HEADER + 4, index, cols, X, FLAT, ALIGNED)
+    words, index, inside, cols = _piece(tl.program_id(0), tiles, table, 2, ALIGNED, BLOCK)
+    places = _pointers(words, 1, vector, index, cols, X, FLAT, ALIGNED)
     value = tl.load(places, mask=inside).to(tl.float32)
-    pieces = _pointers(words + ROW_HEADER, vector, index, cols, PIECE, FLAT, ALIGNED)
+    pieces = _pointers(words, 0, vector, index, cols, PIECE, FLAT, ALIGNED)
     tl.store(pieces, _rounded(value, PIECE), mask=inside)

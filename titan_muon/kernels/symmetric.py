@@ -5,17 +5,17 @@ With TRITON_INTERPRET=1 the kernels run on the CPU, in float32 and float16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from ..engine.orthogonalize.dispatch import KERNEL_SIDES, Call
-from .launch import Launch
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,6 @@ def by_descriptors(  # type: ignore[no-untyped-def]
         _store(second, c, d, batch, row, col + 1, alpha, beta, HAS_C, SIDE)
 
 
-def launch_of(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, tile: Tile) -> Launch:
-    """The launch for valid operands."""
-    size, inner = a.shape[1:]
-    added = out if c is None else c
-    grid = (tile.programs(size), len(a))
-    options = {"HAS_C": c is not None, "SIDE": tile.side, "DEPTH": tile.depth}
-    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    described = (
-        _described(a, tile.side, tile.depth),
-        _described(b, tile.depth, tile.side * tile.wide),
-        _described(added, tile.side, tile.side),
-        _described(out, tile.side, tile.side),
-    )
-    options |= {"A_TURNED": a.stride(2) != 1, "B_TURNED": b.stride(2) != 1}
-    options |= {"WIDE": tile.wide, "SPECIALIZED": tile.specialized}
-    return Launch(by_descriptors, grid, (*described, inner, alpha, beta), options)
-
-
 def _described(matrices: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Blocks of (1, rows, cols), transposed for transposed memory."""
     if matrices.stride(2) != 1:
@@ -146,32 +128,17 @@ def _described(matrices: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrices, [1, rows, cols])
 
 
-def _is_aligned(matrices: Tensor) -> bool:
-    # For the accelerator and 16-byte copies. Otherwise Triton copies single elements.
-    batch, *strides = matrices.stride()
-    sides = matrices.shape[1:]
-    numbers = (batch, max(strides), *sides, matrices.data_ptr())
-    # Offsets within a matrix are 32-bit.
-    last = sum((side - 1) * stride for side, stride in zip(sides, strides, strict=True))
-    return min(strides) == 1 and last < 2**31 and all(number % KERNEL_SIDES == 0 for number in numbers)
-
-
-def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Tile:
-    """The fastest tile, by turns on `processors` streaming multiprocessors (SMs)."""
-
-    def seconds(tile: Tile) -> float:
-        turns = -(-tile.programs(size) * count // processors)
-        return turns * (tile.wide if tile.wide > 1 else NARROW)
-
-    return min(tiles, key=seconds)
-
-
 def tile_on(device: torch.device, size: int, count: int) -> Tile:
-    """The tile for `count` products of `size` rows."""
+    """The tile for `count` products of `size` rows: the fastest, by turns on the streaming multiprocessors (SMs)."""
     if device.type != "cuda":
         return TILES[9][1]
-    properties = torch.cuda.get_device_properties(device)
-    return fastest(TILES[properties.major], size, count, properties.multi_processor_count)
+    gpu = torch.cuda.get_device_properties(device)
+
+    def seconds(tile: Tile) -> float:
+        turns = -(-tile.programs(size) * count // gpu.multi_processor_count)
+        return turns * (tile.wide if tile.wide > 1 else NARROW)
+
+    return min(TILES[gpu.major], key=seconds)
 
 
 def symmetric_product(
@@ -183,20 +150,18 @@ def symmetric_product(
     beta: float = 0.0,
     out: Tensor,
     tile: Tile | None = None,
-) -> Call:
+) -> partial[Any]:
     """The call that fills out (count, m, m) with alpha A B + beta C, computing only the lower triangle.
 
     a (count, m, k) and b (count, k, m) of equal dtype, contiguous or transposed, with symmetric A B; c (count, m, m),
-    contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous and no operand.
-    `tile` defaults to `tile_on`. The memory may move between calls. Raises ValueError for invalid shapes and strides.
+    contiguous and symmetric, or None; m and k multiples of 16, as descriptors need. Sums are float32. `out` is
+    contiguous and no operand. `tile` defaults to `tile_on`. The memory may move between calls.
     """
     count, size, inner = a.shape
-    square = torch.Size((count, size, size))
-    operands = [t for t in (a, b, c, out) if t is not None]
-    if b.shape != (count, inner, size) or out.shape != square or (c is not None and c.shape != square):
-        shapes = [tuple(t.shape) for t in operands]
-        raise ValueError(f"need A (count, m, k), B (count, k, m), C and out (count, m, m), not {shapes}")
-    if not (all(map(_is_aligned, operands)) and all(t.stride(2) == 1 for t in operands[2:])):
-        layouts = [(tuple(t.shape), t.stride()) for t in operands]
-        raise ValueError(f"sides and strides must be multiples of {KERNEL_SIDES}, or 1 within a row, not {layouts}")
-    return launch_of(a, b, c, out, alpha, beta, tile_on(a.device, size, count) if tile is None else tile).run
+    tile = tile_on(a.device, size, count) if tile is None else tile
+    squares = [(out if c is None else c, tile.side, tile.side), (out, tile.side, tile.side)]
+    blocks = [(a, tile.side, tile.depth), (b, tile.depth, tile.side * tile.wide), *squares]
+    options: dict[str, Any] = {"A_TURNED": a.stride(2) != 1, "B_TURNED": b.stride(2) != 1, "HAS_C": c is not None}
+    options |= {"SIDE": tile.side, "WIDE": tile.wide, "DEPTH": tile.depth, "SPECIALIZED": tile.specialized}
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages, "grid": (tile.programs(size), count)}
+    return partial(by_descriptors.run, *starmap(_described, blocks), inner, alpha, beta, warmup=False, **options)

@@ -37,11 +37,10 @@ class ViewPlace(NamedTuple):
     across: int
     itemsize: int
 
-
-def view_place(base: int, view: Tensor, offset: int, itemsize: int) -> ViewPlace:
-    """The place of a view, `offset` elements after the base."""
-    down, across = view.stride()
-    return ViewPlace(base, offset * itemsize, down, across, itemsize)
+    @classmethod
+    def of(cls, base: int, view: Tensor, first: int, itemsize: int) -> ViewPlace:
+        """The place of a view, which begins `first` elements after the base."""
+        return cls(base, first * itemsize, view.stride(0), view.stride(1), itemsize)
 
 
 class Row(NamedTuple):
@@ -69,11 +68,9 @@ class Row(NamedTuple):
         """Rows of at most MOST elements, or a single line of elements."""
         height = max(1, MOST // max(1, self.cols))
         for start in range(0, self.rows, height):
-            places = (
-                place._replace(offset=place.offset + start * place.down * place.itemsize) for place in self.places
-            )
+            places = tuple(p._replace(offset=p.offset + start * p.down * p.itemsize) for p in self.places)
             rows, first = min(height, self.rows - start), self.first + start * self.cols
-            yield self._replace(rows=rows, first=first, places=tuple(places))
+            yield self._replace(rows=rows, first=first, places=places)
 
     def words(self, program: int) -> tuple[int, ...]:
         """The row of a table. `program`: the first."""

@@ -83,10 +83,6 @@ class HookContext:
             hooks.group.reshard()
             hooks.awaits_backward = False
 
-    @property
-    def unsharded_bytes(self) -> int:
-        return sum(hooks.group.unsharded_bytes for hooks in self.hooks)
-
 
 class ModuleHooks:
     """Hooks that keep a param group unsharded during its module's compute.

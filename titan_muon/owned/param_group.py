@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.exchange.exchange import wait_all
 from ..engine.tensors.dtensor import local
 from . import private
 from .comm import OwnerComm
@@ -53,10 +54,6 @@ class OwnedParamGroup:
     @property
     def trained(self) -> list[OwnedParam]:
         return [param for param in self.params if param.unsharded_param.requires_grad]
-
-    @property
-    def unsharded_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -117,8 +114,7 @@ class OwnedParamGroup:
     def _wait(self) -> None:
         # Within the context, because gloo's threads write until then and increase the buffer's version.
         with self._unchanged:
-            for work in self._works:
-                work.wait()
+            wait_all(self._works)
         self._comm.streams.current.wait_event(self._gathered)
         self._works = []
 

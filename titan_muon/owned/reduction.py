@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.exchange.exchange import wait_all
 from .comm import OwnerComm
 from .param import OwnedParam, OwnedPart
 from .param_group import OwnedParamGroup, numel, owned_by, parts_of, runs, views
@@ -89,8 +90,7 @@ class Reduction:
     def _wait(self) -> None:
         streams = self._comm.streams
         with streams.within(streams.reduce):
-            for work in self._works:
-                work.wait()
+            wait_all(self._works)
         self._works = []
         if self._summed is not None:
             # The next group's all-reduce may have started on the stream.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
+from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, unsharded_bytes, whole
 from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
 from titan_muon import Owners, own
 from titan_muon.engine.tensors.dtensor import local
@@ -104,7 +104,7 @@ def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: b
         optimizer.step()
         optimizer.zero_grad()
     if owners is not None:
-        assert owners.context.unsharded_bytes == 0, "copies of owned parameters are left over"
+        assert unsharded_bytes(owners) == 0, "copies of owned parameters are left over"
     return whole(model)
 
 
@@ -212,7 +212,7 @@ def disturbed(rank: int, world_size: int, reshard: bool | None, event: str) -> l
         if step == 1 and moment == "before the update":
             disturb(model, rank, world_size, kind, place)
         optimizer.step()
-    left = owners.context.unsharded_bytes + len(owners.context.reductions.pending)
+    left = unsharded_bytes(owners) + len(owners.context.reductions.pending)
     gradients = [local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None]
     return [[float(left)], losses, *gradients]
 
@@ -340,7 +340,7 @@ def test_the_next_module_is_prefetched_during_compute(rank: int) -> None:
 
     def look(*_: object) -> None:
         seen.append([hooks.group.state.name for hooks in owners.context.hooks])
-        held.append(owners.context.unsharded_bytes)
+        held.append(unsharded_bytes(owners))
 
     for block in model.layers:
         block.wq.register_forward_hook(look)

@@ -29,7 +29,7 @@ from titan_muon import Muon, registry
 from titan_muon.engine.orthogonalize import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
-from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace, view_place
+from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace
 from titan_muon.options import MuonOptions
 from titan_muon.selection import select
 
@@ -241,7 +241,7 @@ def test_extreme_weights_and_updates_are_rounded_as_by_the_foreach_operators(nam
 
 
 def stored(view: Tensor) -> ViewPlace:
-    return view_place(0, view, int(view.storage_offset()), view.itemsize)
+    return ViewPlace.of(0, view, int(view.storage_offset()), view.itemsize)
 
 
 def row(view: Tensor, first: int = 0) -> Row:

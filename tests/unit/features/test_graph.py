@@ -22,8 +22,8 @@ from titan_muon import Expert, Hybrid, Muon, preview, registry
 from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.step.step import MuonStep
 from titan_muon.kernels import graph
+from titan_muon.kernels.batches import TableLaunch
 from titan_muon.kernels.fused import Kernels
-from titan_muon.kernels.launch import TableLaunch
 from titan_muon.options import HYPERPARAMETERS, SHARED, Machine, OptionError, Split
 from titan_muon.plugins.clip import NormCheck
 

@@ -20,7 +20,7 @@ from tests.unit.features.kernel_steps import Change, Where, first_difference, ne
 from titan_muon import Expert, Muon
 from titan_muon.engine.exchange.exchange import Collectives, Traffic, wait_all
 from titan_muon.kernels import batches, fused, graph
-from titan_muon.kernels.launch import TableLaunch
+from titan_muon.kernels.batches import TableLaunch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES, STEPS = ("wide", "same", "tall", "experts"), 8
@@ -28,13 +28,13 @@ Params = dict[str, nn.Parameter]
 
 
 class RecordedGraph(TorchDispatchMode):
-    """In the place of `CudaGraph`. The record has run once, and so does nothing at its first replay."""
+    """In the place of a CUDA graph. The record has run once, and so does nothing at its first replay."""
 
     made: list["RecordedGraph"]
 
     def __init__(self, run: Callable[[], None], other: Any) -> None:
         super().__init__()
-        self._calls, self.replays, self.is_released = list[Callable[[], None]](), 0, False
+        self._calls, self.replays, self.is_reset = list[Callable[[], None]](), 0, False
         with pytest.MonkeyPatch.context() as patch, self:
             for name in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
                 patch.setattr(Collectives, name, self._collective(getattr(Collectives, name)))
@@ -79,13 +79,13 @@ class RecordedGraph(TorchDispatchMode):
         return recorded
 
     def replay(self) -> None:
-        assert not self.is_released
+        assert not self.is_reset
         for call in self._calls if self.replays else ():
             call()
         self.replays += 1
 
-    def release(self) -> None:
-        self.is_released = True
+    def reset(self) -> None:
+        self.is_reset = True
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -95,7 +95,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def patched(patch: pytest.MonkeyPatch) -> None:
     """Captured steps on the CPU."""
     patch.setattr(RecordedGraph, "made", [], raising=False)
-    patch.setattr(graph, "CudaGraph", RecordedGraph)
+    patch.setattr(graph, "captured", RecordedGraph)
     patch.setattr(graph, "captures", lambda kind: True)
     # The interpreter takes a millisecond for a program.
     patch.setattr(batches, "PARTS", 4)
@@ -241,9 +241,9 @@ def test_graphs_end_before_buffers_and_process_groups(name: str) -> None:
     for _ in range(graph.EAGER_STEPS + 1):
         stepped()
     (recorded,) = RecordedGraph.made
-    assert not recorded.is_released
+    assert not recorded.is_reset
     RELEASES[name](muon)
-    assert recorded.is_released
+    assert recorded.is_reset
     if name != "close":
         stepped()
         assert recorded.replays == 1

@@ -18,7 +18,7 @@ PACKAGE = Path(titan_muon.__file__).parent
 FEATURES = sorted(
     f"features.{path.stem}" for path in (PACKAGE / "features").glob("*.py") if path.stem not in ("__init__", "private")
 )
-KERNELS = tuple(f"kernels.{name}" for name in ("batches", "fused", "launch", "passes", "tables"))
+KERNELS = tuple(f"kernels.{name}" for name in ("batches", "fused", "passes", "tables"))
 FILES = [*FEATURES, *KERNELS, "kernels.graph"]
 OTHERS = ("planner", "features", "kernels", "forecast", "plugins", "owned", "trainer", "audit", "assignment")
 

@@ -156,7 +156,7 @@ def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first
     rank.params, rank.program.late = [Mock(param=torch.ones(1))], frozenset({0, 1})
     rank.parameters_of = {0: [], 1: [0]}.__getitem__
     overlap.attach(rank)
-    muon = Mock(bucket=lambda views, gradients: (None for _ in range(1)))
+    muon = Mock(bucket=lambda views, gradients: (None for _ in range(1)), program=rank.program)
     for index in rank.program.late:
         views = BucketViews(index, (), (), (), None, ())
         running[index] = overlap.start(muon, views, Mock())

@@ -59,27 +59,11 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
         iterate(stack, steps, 1e-7, dtype, (2, 3), triton),
     ):
         assert relative_error(found, exact).max() < 2 * tolerance
-one, wide, square = torch.ones(1, 16, 16), torch.ones(1, 16, 40), torch.empty(1, 16, 16)
-for says, a, b, c, out in (
-    ("(count, m, k)", one, torch.ones(1, 32, 16), None, square),
-    ("(count, m, k)", one, torch.ones(2, 16, 16), None, square),
-    ("multiples of 16", wide, wide.mT, None, square),
-    ("multiples of 16", wide[:, :, :16], wide[:, :, :16].mT, None, square),
-    ("multiples of 16", wide[:, :, ::2][:, :, :16], one, None, square),
-    ("multiples of 16", one, one, one.mT, square),
-    ("multiples of 16", one, one, one, square.mT),
-):
-    try:
-        symmetric_product(a, b, c, out=out)()
-    except ValueError as problem:
-        assert says in str(problem), problem
-    else:
-        raise AssertionError(says)
 """
 
 
 @needs_triton
-def test_products_approximate_float64_symmetric_bit_for_bit_and_unfit_shapes_are_refused() -> None:
+def test_products_approximate_float64_symmetric_bit_for_bit() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -87,16 +71,13 @@ def test_products_approximate_float64_symmetric_bit_for_bit_and_unfit_shapes_are
 
 @needs_triton
 def test_a_gpu_uses_the_tile_of_its_architecture_with_the_earliest_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_muon.kernels.symmetric import TILES, fastest, tile_on
+    from titan_muon.kernels.symmetric import TILES, tile_on
 
-    wide, narrow = TILES[9]
-    tiles = {shape: fastest((wide, narrow), *shape) for shape in ((8192, 1, 132), (4096, 1, 132), (4096, 1, 148))}
-    assert tiles == {(8192, 1, 132): wide, (4096, 1, 132): narrow, (4096, 1, 148): wide}
-    # 4,096 rows on 132 processors end first in the second tile, where there are two.
-    for major, tile in {9: TILES[9][1], 10: TILES[10][1]}.items():
-        gpu = SimpleNamespace(major=major, multi_processor_count=132)
+    # 4,096 rows on 132 processors end first in the second tile.
+    for major, processors, size, place in ((9, 132, 8192, 0), (9, 132, 4096, 1), (10, 132, 4096, 1), (9, 148, 4096, 0)):
+        gpu = SimpleNamespace(major=major, multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
-        assert tile_on(torch.device("cuda"), 4096, 1) == tile
+        assert tile_on(torch.device("cuda"), size, 1) == TILES[major][place]
     assert tile_on(torch.device("cpu"), 4096, 1) == TILES[9][1]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices
+from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices, unsharded_bytes
 from tests.dist.owned.test_owned_traffic import loss_of as mixture_loss
 from tests.dist.owned.test_owned_traffic import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
@@ -207,7 +207,7 @@ def test_a_failed_backward_leaves_no_work_on_any_stream(
 
     def count(*_: object) -> None:
         kept = (param.unsharded_accumulated_grad for h in owners.context.hooks for param in h.group.params)
-        seen.extend((owners.context.unsharded_bytes, len(owners.context.reductions.pending)))
+        seen.extend((unsharded_bytes(owners), len(owners.context.reductions.pending)))
         seen.extend(grad is not None for grad in kept)
 
     with stream_order:
