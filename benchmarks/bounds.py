@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from titan_muon.engine.layout.intervals import Pieces
 from titan_muon.engine.layout.types import Bucket, Plan
-from titan_muon.engine.program.all_to_all import LinkTraffic
 from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.options import Overlap
 from titan_muon.planner.machine import MachineRates
 from titan_muon.planner.timeline import Timeline
+from titan_muon.planner.totals import LinkTraffic
 from titan_muon.planner.walk import Costs, PlanCost, copied_bytes, link_seconds
 
 HEAVY = 6
@@ -92,7 +92,7 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, exchange: str) -> Ch
     pieces, machine, example = costs.pieces, costs.machine, costs.pieces.examples[kind]
     matrix, wire, holders = pieces.matrices[example], costs.wire_bytes(example), pieces.holders(kind, group)
     gather, scatter = [], []
-    replica, everywhere = (pieces.elements(kind, group, by_replica=by_replica) for by_replica in (True, False))
+    replica, everywhere = (costs.totals.amounts(kind, group, by_replica=by_replica) for by_replica in (True, False))
     for rank, mine in holders.items():
         ((part, _), (part_near, _)), ((total, _), (total_near, _)) = replica.around(rank), everywhere.around(rank)
         # In two hops all links of the owner's node receive a part.

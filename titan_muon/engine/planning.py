@@ -16,6 +16,7 @@ from .layout.types import Bucket, Matrix, Parameter, Plan
 from .layout.work import Elements, Work, WorkOf
 from .program.patterns import PATTERNS
 from .program.phases import buffer_bytes
+from .program.program import make_program
 
 
 @dataclass(frozen=True)
@@ -249,10 +250,11 @@ def plan_by_rule(request: PlanRequest) -> Plan:
     rounds = rounds_of(tasks, groups, owners, in_model_order=options.overlap == "forward")
     buckets = buckets_of(exchange, rounds, owners, groups, pieces, works)
     buckets = tuple(in_order(bucket, pieces, {}) for bucket in buckets)
-    _check_buffers(buckets, pieces, works, options)
     reasons = ("owners and rounds by a fixed rule (planner = 'rule')", *separate_reasons(request.parameters))
     sets = min(ROUNDS_IN_FLIGHT, max(1, len(rounds)))
-    return Plan(tuple(request.parameters), matrices, local, buckets, sets, works, "; ".join(reasons))
+    plan = Plan(tuple(request.parameters), matrices, local, buckets, sets, works, "; ".join(reasons))
+    _check_buffers(plan, geometries, options)
+    return plan
 
 
 def longest_first(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
@@ -289,15 +291,14 @@ def rounds_of(
     return [round_tasks for round_tasks in result if round_tasks]
 
 
-def _check_buffers(buckets: Sequence[Bucket], pieces: Pieces, works: Sequence[Work], options: MuonOptions) -> None:
+def _check_buffers(plan: Plan, geometries: Geometries, options: MuonOptions) -> None:
     if options.buffer_bytes is None:
         return
-    by_rank: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
-    for bucket in buckets:
-        wire_bytes = works[pieces.matrices[bucket.matrices[0]].work].wire_bytes
-        for rank, totals in PATTERNS[bucket.exchange].totals(bucket, pieces).items():
-            by_rank.setdefault(rank, []).append((bucket.round, wire_bytes, totals.buffers))
-    most = max((buffer_bytes(held, ROUNDS_IN_FLIGHT) for held in by_rank.values()), default=0)
+    most = 0
+    for rank in sorted({rank for bucket in plan.buckets for rank in bucket.group}):
+        runs = [run for run in make_program(plan, rank, geometries).buckets if not run.local]
+        buckets = ((run.bucket.round, plan.wire_bytes(run.bucket), run.buffers) for run in runs)
+        most = max(most, buffer_bytes(buckets, plan.buffer_sets))
     if most > options.buffer_bytes:
         problem = f"= {options.buffer_gib:.3g} is too small for planner = 'rule', whose buffers take {most / 2**30:.3g}"
         raise OptionError("buffer_gib", f"{problem} GiB; raise it, or set planner = 'search'")

@@ -12,11 +12,10 @@ from typing import NamedTuple, TypeVar
 from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket, Matrix, Plan
 from ..engine.layout.work import ElementwiseCost, Work
-from ..engine.program.all_to_all import BucketTotals, KindCounts, LinkTraffic
-from ..engine.program.patterns import PATTERNS
 from ..engine.program.phases import buffer_bytes
 from ..engine.program.program import batch_sizes
 from .machine import BATCH_OPERATORS, FUSED_BATCH_OPERATORS, MachineRates
+from .totals import BucketTotals, KindCounts, LinkTraffic, Totals
 
 LOCAL = -1
 """Bucket and round of local matrices."""
@@ -67,6 +66,7 @@ class Costs:
         self, pieces: Pieces, works: Sequence[Work], machine: MachineRates, elementwise: ElementwiseCost
     ) -> None:
         self.pieces, self.works, self.machine, self.elementwise = pieces, works, machine, elementwise
+        self.totals = Totals(pieces)
         self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnedCost] = {}
 
@@ -219,8 +219,7 @@ class PlanCost:
 
         share_out(LOCAL, zip(self.ranks, local, strict=True), partial(_local_share, costs))
         for index, bucket in enumerate(buckets):
-            totals = PATTERNS[bucket.exchange].totals(bucket, costs.pieces)
-            share_out(index, totals.items(), partial(_share, costs, bucket))
+            share_out(index, costs.totals.of(bucket).items(), partial(_share, costs, bucket))
         classes: dict[tuple[tuple[int, int], ...], int] = {}
         self.class_of = [classes.setdefault(tuple(key), len(classes)) for key in keys.values()]
         self.by_class = [[shares[number] for _, number in key] for key in classes]

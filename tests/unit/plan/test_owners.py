@@ -26,6 +26,7 @@ from titan_muon.planner.owners import (
     state_totals,
     with_state_ranks,
 )
+from titan_muon.planner.totals import Totals
 from titan_muon.planner.ownership import OwnedItem, Ownership, assign_owners
 from titan_muon.planner.planner import make_plan
 
@@ -105,7 +106,7 @@ def test_an_owner_gets_neighbours_at_the_cost_of_before() -> None:
     pieces = Pieces(plan.matrices, Geometries(plan.parameters))
     dealt = Bucket("all_to_all", tuple(range(6)), tuple(reversed(range(12))), tuple(n % 6 for n in range(12)))
     ordered = in_order(dealt, pieces, {})
-    totals = [PATTERNS["all_to_all"].totals(bucket, pieces) for bucket in (dealt, ordered)]
+    totals = [Totals(pieces).of(bucket) for bucket in (dealt, ordered)]
     assert totals[0] == totals[1]
     assert ordered.owners == (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
     assert in_order(dealt, pieces, {0: (5,)}).owners[0] == 5, "an owner keeps a matrix that only it may own"

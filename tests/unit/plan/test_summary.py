@@ -37,12 +37,12 @@ from titan_muon.engine.layout.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.engine.program.all_to_all import Flows
 from titan_muon.engine.program.phases import BucketProgram
 from titan_muon.engine.program.program import Program, batches, make_program
 from titan_muon.options import MuonOptions, OptionError
 from titan_muon.planner.planner import make_plan
 from titan_muon.planner.summary import RankCost, summarize
+from titan_muon.planner.totals import Flows
 from titan_muon.planner.walk import PlanCost
 
 

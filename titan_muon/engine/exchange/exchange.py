@@ -146,19 +146,19 @@ def bucket_buffers(
     travelling = [(program.buffer_set(index), run) for index, run in enumerate(program.buckets) if not run.local]
     sizes: dict[tuple[int, int], tuple[int, ...]] = {}
     for (place, run), dtype in zip(travelling, dtypes, strict=False):
-        parts = [dtype.itemsize * aligned(numel) for numel in _numels(run)]
+        parts = [dtype.itemsize * aligned(numel) for numel in run.buffers]
         sizes[place] = tuple(map(max, sizes.get(place, parts), parts))
     # A single block is easier to allocate than several.
     blocks = {place: torch.empty(sum(parts), device=device, dtype=torch.uint8) for place, parts in sizes.items()}
     made = list[BucketBuffers | None]()
     for (place, run), dtype in zip(travelling, dtypes, strict=False):
-        in_block = zip(blocks[place].split(sizes[place]), _numels(run), strict=True)
+        in_block = zip(blocks[place].split(sizes[place]), run.buffers, strict=True)
         made.append(_in_block(run, program.rank, blocks[place], (p.view(dtype)[:numel] for p, numel in in_block)))
     return (*made, *[None] * len(program.local))
 
 
 def _in_block(run: BucketProgram, rank: int, block: Tensor, parts: Iterable[Tensor]) -> BucketBuffers:
-    """`parts` of the block: as `_numels`."""
+    """`parts` of the block: as `BucketProgram.buffers`."""
     home, inbox, outbox, shared, arriving, departing = parts
     gathering, returning, hop = run.gathering, run.returning, run.gathering.hop
     results = inbox if run.mirrored else outbox
@@ -220,21 +220,6 @@ class Buffers:
 def wire_dtypes(plan: Plan, program: Program) -> tuple[torch.dtype, ...]:
     """The dtype of matrices in transit, by bucket."""
     return tuple(WIRE_DTYPES[plan.wire_bytes(run.bucket)] for run in program.buckets)
-
-
-def _numels(run: BucketProgram) -> tuple[int, ...]:
-    """Elements of the buffers of a set."""
-    returned, spread, hop = run.returning, run.replica_gather, run.gathering.hop
-    passed = 0 if hop is None else sum(hop.arriving_splits)
-    return (
-        max(phase.home_numel for phase in (run.gathering, returned) if phase is not None),
-        run.gathering.owned_numel,
-        # A mirrored return overwrites the received pieces: no second buffer.
-        0 if returned is None or run.mirrored else returned.owned_numel,
-        0 if spread is None else spread.owned_numel,
-        passed,
-        passed,
-    )
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -302,35 +302,6 @@ class Geometries:
 Ranks = tuple[int, ...]
 
 
-class Amounts:
-    """Amounts by rank, with sums: the elements of holders, or the matrices of owners.
-
-    `replica`: of each rank, if ranks of other replicas do not count.
-    """
-
-    def __init__(
-        self, by_rank: Mapping[int, int], ranks_per_node: int, replica: Mapping[int, Hashable] | None = None
-    ) -> None:
-        self.by_rank, self._ranks_per_node, self._replica = by_rank, ranks_per_node, replica
-        self._at: dict[Hashable, tuple[int, int]] = {}
-        for rank, amount in by_rank.items():
-            for place in self._places(rank):
-                total, ranks = self._at.get(place, (0, 0))
-                self._at[place] = total + amount, ranks + 1
-
-    def like(self, by_rank: Mapping[int, int]) -> Amounts:
-        """Other amounts on the same nodes and replicas."""
-        return Amounts(by_rank, self._ranks_per_node, self._replica)
-
-    def around(self, rank: int) -> list[tuple[int, int]]:
-        """(sum, number of ranks) everywhere, and on the node of a rank."""
-        return [self._at.get(place, (0, 0)) for place in self._places(rank)]
-
-    def _places(self, rank: int) -> tuple[Hashable, Hashable]:
-        key = None if self._replica is None else self._replica[rank]
-        return key, (key, rank // self._ranks_per_node if self._ranks_per_node else 0)
-
-
 class Pieces:
     """The piece of each matrix of a plan on each rank.
 
@@ -345,9 +316,8 @@ class Pieces:
         self.ranks_per_node = ranks_per_node
         self.geometries = geometries
         self.kinds, self.examples = _kinds(matrices, geometries)
-        self._elements: dict[tuple[int, Ranks, bool], Amounts] = {}
+        self._holders: dict[tuple[int, Ranks], Mapping[int, int]] = {}
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
-        self._nodes: dict[tuple[tuple[int, ...], Ranks], list[tuple[list[int], list[int]]]] = {}
 
     @classmethod
     def from_plan(cls, plan: Plan, ranks_per_node: int = 8) -> Pieces:
@@ -365,34 +335,14 @@ class Pieces:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
-    def nodes(self, kinds: tuple[int, ...], group: Ranks) -> list[tuple[list[int], list[int]]]:
-        """The ranks of each node, and their holdings: equal numbers hold equal pieces of these kinds, as replicas."""
-        if (kinds, group) not in self._nodes:
-            of_kinds = [(self.holders(kind, group), self.geometry(self.examples[kind]).replica) for kind in kinds]
-            numbers: dict[tuple[object, ...], int] = {}
-            nodes: dict[int, tuple[list[int], list[int]]] = {}
-            for rank in group:
-                held = tuple([(stored.get(rank), replica.get(rank)) for stored, replica in of_kinds])
-                ranks, holdings = nodes.setdefault(self.node(rank), ([], []))
-                ranks.append(rank)
-                holdings.append(numbers.setdefault(held, len(numbers)))
-            self._nodes[kinds, group] = list(nodes.values())
-        return self._nodes[kinds, group]
-
     def holders(self, kind: int, group: Ranks) -> Mapping[int, int]:
         """Elements of a matrix of the kind, by rank of the group with any."""
-        return self.elements(kind, group).by_rank
-
-    def elements(self, kind: int, group: Ranks, *, by_replica: bool = False) -> Amounts:
-        """The holders of a matrix of the kind, with sums; with `by_replica` of each replica."""
         # Kept, because a search deals the same matrices hundreds of times.
-        if (kind, group, by_replica) not in self._elements:
+        if (kind, group) not in self._holders:
             example, members = self.examples[kind], frozenset(group)
-            geometry, index = self.geometry(example), self.matrices[example].index
-            held = {rank: size for rank, size in geometry.elements(index).items() if rank in members}
-            amounts = Amounts(held, self.ranks_per_node, geometry.replica if by_replica else None)
-            self._elements[kind, group, by_replica] = amounts
-        return self._elements[kind, group, by_replica]
+            elements = self.geometry(example).elements(self.matrices[example].index)
+            self._holders[kind, group] = {rank: size for rank, size in elements.items() if rank in members}
+        return self._holders[kind, group]
 
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
         """The ranks of each replica of a kind's matrices; equal positions store equal pieces."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 
 from ..layout.intervals import Pieces, Ranks
 from ..layout.types import Bucket
-from .all_to_all import RETURN, AllToAll, BucketTotals, LinkTraffic, Pattern, counts_by_rank
+from .all_to_all import RETURN, AllToAll, Pattern
 from .phases import BucketProgram, Collective, gather_phase
 from .two_hops import TwoHops
 
@@ -26,11 +25,11 @@ class Hierarchical(AllToAll):
     name = "hierarchical"
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        replicas = _replicas_in(bucket, pieces)
+        replicas = replicas_in(bucket, pieces)
         if not replicas:
             return super().program(bucket, rank, pieces)
         place = next(ranks.index(rank) for ranks in replicas if rank in ranks)
-        within = {ranks[place]: _within(bucket, ranks) for ranks in replicas}
+        within = {ranks[place]: owned_within(bucket, ranks) for ranks in replicas}
         run = super().program(within[rank], rank, pieces)
         # In the order of the member's home buffer. This rank stores an equal piece of each matrix.
         stored = {
@@ -40,37 +39,14 @@ class Hierarchical(AllToAll):
         replica_gather = gather_phase(stored, rank, tuple(sorted(within)), Collective.ALL_GATHER)
         return replace(run, bucket=bucket, replica_gather=replica_gather)
 
-    def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        replicas = _replicas_in(bucket, pieces)
-        if not replicas:
-            return super().totals(bucket, pieces)
-        within: dict[int, BucketTotals] = {}
-        for ranks in replicas:
-            within |= super().totals(_within(bucket, ranks), pieces)
-        result = {}
-        for replica_group in zip(*replicas, strict=True):
-            stored = {rank: within[rank].stored for rank in sorted(replica_group)}
-            whole, flows = sum(stored.values()), _ring(stored, pieces)
-            for rank, kept in stored.items():
-                own = within[rank]
-                result[rank] = own._replace(
-                    stored=whole,
-                    sent=own.sent + kept * (len(replica_group) - 1),
-                    received=own.received + whole - kept,
-                    buffers=(*own.buffers, whole),
-                    phases=(*own.phases, flows[rank]),
-                    collectives=own.collectives + bool(whole),
-                )
-        return result
-
     def groups(self, bucket: Bucket, pieces: Pieces) -> tuple[Iterable[Ranks], Iterable[Ranks]]:
-        if not (replicas := _replicas_in(bucket, pieces)):
+        if not (replicas := replicas_in(bucket, pieces)):
             return super().groups(bucket, pieces)
         ascending = [[tuple(sorted(ranks)) for ranks in sets] for sets in (replicas, zip(*replicas, strict=True))]
         return [ranks for ranks in ascending[0] if len(ranks) > 1], ascending[1]
 
 
-def _replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
+def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
     """The ranks of each replica of a bucket's matrices; equal positions store equal pieces.
 
     Empty unless all matrices have several replicas, on the same sets of ranks.
@@ -81,27 +57,11 @@ def _replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
     return replicas if len(replicas) > 1 and len({len(ranks) for ranks in replicas}) == 1 else ()
 
 
-def _within(bucket: Bucket, ranks: Ranks) -> Bucket:
+def owned_within(bucket: Bucket, ranks: Ranks) -> Bucket:
+    """The matrices of a bucket with owners among these ranks, in a bucket of the ranks."""
     pairs = [pair for pair in zip(bucket.matrices, bucket.owners, strict=True) if pair[1] in ranks]
     matrices, owners = tuple(matrix for matrix, _ in pairs), tuple(owner for _, owner in pairs)
     return replace(bucket, group=tuple(sorted(ranks)), matrices=matrices, owners=owners)
-
-
-def _ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, LinkTraffic]:
-    """Traffic of each rank in an all-gather, or in the reverse direction in a reduce-scatter."""
-    # A ring: within a node every rank passes on all received elements; elements from outside enter the node once,
-    # spread over its network links.
-    members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
-    for rank, elements in stored.items():
-        members[pieces.node(rank)] += 1
-        inside[pieces.node(rank)] += elements
-    flows = {}
-    for rank, elements in stored.items():
-        node = pieces.node(rank)
-        inner = whole - elements if members[node] > 1 else 0
-        outer = -(-(whole - inside[node]) // members[node])
-        flows[rank] = LinkTraffic(inner, outer, inner, outer, members[node] - 1, len(members) - 1)
-    return flows
 
 
 class AllGather(Pattern):
@@ -125,27 +85,6 @@ class AllGather(Pattern):
         gather, *back = (gather_phase(stored, rank, bucket.group, collective) for collective in self.collectives)
         # Never mirrored: the summed buffer must be zero except for results, but the inbox is full of pieces.
         return BucketProgram(bucket, mine, gather, back[0] if back else None, False)
-
-    def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        stored = dict.fromkeys(bucket.group, 0)
-        held: dict[int, Counter[int]] = {}
-        kinds = (pieces.kinds[matrix] for matrix in bucket.matrices)
-        for (kind, owner), count in Counter(zip(kinds, bucket.owners or repeat(None), strict=False)).items():
-            holders = pieces.holders(kind, bucket.group)
-            for rank, elements in holders.items():
-                stored[rank] += count * elements
-            ranks = holders if owner is None else (owner,)
-            held.setdefault(kind, Counter()).update(dict.fromkeys(ranks, count))
-        whole, flows, calls = sum(stored.values()), _ring(stored, pieces), len(self.collectives)
-        mine, result = counts_by_rank(held), {}
-        for rank, kept in stored.items():
-            sent, received = kept * (len(bucket.group) - 1), whole - kept
-            if calls == 2:
-                sent = received = sent + received
-            buffers = (kept, whole, whole * (calls - 1))
-            flow = (flows[rank],) * calls
-            result[rank] = BucketTotals(mine.get(rank, ()), kept, sent, received, buffers, flow, calls)
-        return result
 
 
 class AllGatherReduceScatter(AllGather):

@@ -133,6 +133,21 @@ class BucketProgram:
         return len(self.bucket.group) == 1
 
     @property
+    def buffers(self) -> tuple[int, ...]:
+        """Elements of the buffers of a set: home, inbox, outbox, of replicas, and what a hop receives and sends on."""
+        returned, spread, hop = self.returning, self.replica_gather, self.gathering.hop
+        passed = 0 if hop is None else sum(hop.arriving_splits)
+        return (
+            max(phase.home_numel for phase in (self.gathering, returned) if phase is not None),
+            self.gathering.owned_numel,
+            # A mirrored return overwrites the received pieces: no second buffer.
+            0 if returned is None or self.mirrored else returned.owned_numel,
+            0 if spread is None else spread.owned_numel,
+            passed,
+            passed,
+        )
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         return tuple(phase for phase in (self.gathering, self.returning, self.replica_gather) if phase is not None)
 

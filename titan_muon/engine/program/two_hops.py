@@ -11,21 +11,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..layout.intervals import Amounts, Pieces, Ranks
+from ..layout.intervals import Pieces, Ranks
 from ..layout.types import Bucket
-from .all_to_all import (
-    AllToAll,
-    BucketTotals,
-    Flows,
-    LinkTraffic,
-    Members,
-    counts_by_rank,
-    members_of_nodes,
-    owners_by_kind,
-)
+from .all_to_all import AllToAll, owners_by_kind
 from .phases import BucketProgram, Hop
 
 
@@ -73,11 +64,10 @@ class TwoHops(AllToAll):
         run, width = super().program(bucket, rank, pieces), pieces.ranks_per_node
         rail = _rail(bucket.group, rank, pieces)
         node = tuple(peer for peer in bucket.group if peer // width == rank // width)
-        owned = counts_by_rank(owners_by_kind(bucket, pieces))
+        kinds = [(pieces.holders(k, bucket.group), counts) for k, counts in owners_by_kind(bucket, pieces).items()]
 
         def passed(holder: int, owner: int) -> int:
-            counts = owned.get(owner, ()) if holder != owner else ()
-            return sum(count * pieces.holders(kind, bucket.group).get(holder, 0) for kind, count in counts)
+            return 0 if holder == owner else sum(held.get(holder, 0) * counts.get(owner, 0) for held, counts in kinds)
 
         phase, to_node, by_rail = run.gathering, Counter[int](), Counter[int]()
         for peer, sent, received in zip(bucket.group, phase.home_splits, phase.owned_splits, strict=True):
@@ -94,47 +84,6 @@ class TwoHops(AllToAll):
     def arrival(self, group: Ranks, pieces: Pieces) -> Sequence[int]:
         # Over one rail after the other, from node to node.
         return sorted(group, key=lambda peer: (peer % pieces.ranks_per_node, peer))
-
-    def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        owners, width = owners_by_kind(bucket, pieces), pieces.ranks_per_node
-        kinds = [_Kind(pieces.holders(kind, bucket.group), counts, width) for kind, counts in owners.items()]
-        over_rail = [Flows([(kind.on_rail[index], kind.taken) for kind in kinds]) for index in range(width)]
-        known, result = dict[Members, list[BucketTotals]](), dict[int, BucketTotals]()
-        nodes = members_of_nodes(bucket, counts_by_rank(owners), pieces)
-        for ranks, members in nodes:
-            if members not in known:
-                owners_in = [{r % width: kind.owners[r] for r in ranks if r in kind.owners} for kind in kinds]
-                in_node = Flows([(k.rails, k.rails.like(owned)) for k, owned in zip(kinds, owners_in, strict=True)])
-                firsts = [over_rail[rank % width].of_rank(rank // width) for rank in ranks]
-                # The hop inside the node waits for the node's slowest rail.
-                slowest = LinkTraffic(*map(max, zip(*firsts, strict=True)))
-                assert slowest.far_peers < len(nodes), f"a rank has {slowest.far_peers} peers on a rail"
-                known[members] = []
-                for rank, (_, owned), first in zip(ranks, members, firsts, strict=True):
-                    second = in_node.of_rank(rank % width)
-                    assert second.near_peers < width, f"rank {rank} has {second.near_peers} peers in its node"
-                    own = sum(kind.stored.get(rank, 0) * kind.owners.get(rank, 0) for kind in kinds)
-                    home, passed = first.sent + first.kept, first.received + first.kept - own
-                    moved = first.sent + first.received + second.sent + second.received
-                    ways = slowest, second, second.reversed(), slowest.reversed()
-                    buffers = home, second.received + second.kept - own, 0, 0, passed, passed
-                    known[members].append(BucketTotals(owned, home, moved, moved, buffers, ways, 4, hops=2))
-            result.update(zip(ranks, known[members], strict=True))
-        return result
-
-
-class _Kind:
-    """The matrices of a kind: elements by node of each rail, and by rail; matrices by node, and by owner."""
-
-    def __init__(self, stored: Mapping[int, int], owners: Mapping[int, int], width: int) -> None:
-        self.stored, self.owners = stored, owners
-        taken, on_rail = Counter[int](), [dict[int, int]() for _ in range(width)]
-        for owner, count in owners.items():
-            taken[owner // width] += count
-        for rank, elements in stored.items():
-            on_rail[rank % width][rank // width] = elements
-        self.taken, self.on_rail = Amounts(taken, 1), [Amounts(rail, 1) for rail in on_rail]
-        self.rails = Amounts({index: sum(rail.values()) for index, rail in enumerate(on_rail) if rail}, width)
 
 
 def _rail(group: Ranks, rank: int, pieces: Pieces) -> Ranks:
