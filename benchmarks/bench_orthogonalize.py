@@ -34,15 +34,13 @@ from benchmarks.measure_kernels import measure_kernels
 from titan_muon.engine.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
-    Dispatch,
     Iteration,
-    Kernel,
     Method,
     iterate,
     iteration,
     orthogonalize,
 )
-from titan_muon.engine.orthogonalize.dispatch import restarts
+from titan_muon.kernels.dispatch import Dispatch, Kernel, restarts
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 TORCH = "torch.optim.Muon's loop"

@@ -9,9 +9,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from titan_muon.engine.orthogonalize import DTYPES, Kernel
-from titan_muon.engine.orthogonalize.dispatch import Product
+from titan_muon.engine.orthogonalize import DTYPES, Product
 from titan_muon.engine.orthogonalize.newton_schulz import plain
+from titan_muon.kernels.dispatch import Kernel
 from titan_muon.kernels.measured import installed, product_of
 
 MARGIN = 1.05

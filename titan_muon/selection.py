@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from . import registry
 from .engine.engine import Selection
-from .engine.orthogonalize import Dispatch
+from .engine.orthogonalize import Methods
 from .engine.planning import Planner, plan_by_rule
 from .engine.step.algorithm import Algorithm, Group
 from .engine.step.feature import Feature
@@ -115,7 +115,9 @@ def select(
     return Selection(options, algorithm, dispatch, planner, features_of, note)
 
 
-def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Dispatch, Planner]:
+def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Methods, Planner]:
+    from .kernels.dispatch import Dispatch
+
     dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type)
     if device.type == "cuda" or options.ns_kernel not in ("auto", "plain"):
         from .kernels.measured import kernels_for

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.accuracy import relative_error
 from titan_muon.engine.orthogonalize import Method, iterate, iteration, orthogonalize
-from titan_muon.engine.orthogonalize.dispatch import restarts
+from titan_muon.kernels.dispatch import restarts
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES: Mapping[str, Sequence[tuple[int, int, int]]] = {

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import models  # noqa: F401 (registers the families)
 from titan_muon import registry
-from titan_muon.engine.orthogonalize import Dispatch, coefficients
+from titan_muon.engine.orthogonalize import coefficients
+from titan_muon.kernels.dispatch import Dispatch
 from titan_muon.planner.machine import MACHINES
 from titan_muon.trainer.dry_run.meta_model import build_meta_model, smallest_world
 from titan_muon.trainer.dry_run.report import compare, report

@@ -24,7 +24,7 @@ from .faults.skip import Scaling
 from .layout.intervals import Geometries
 from .layout.types import Layout, Plan
 from .layout.work import ElementKind, Elements
-from .orthogonalize import Dispatch
+from .orthogonalize import Methods
 from .planning import Planner, PlanRequest
 from .program.program import make_program, replicated_plain
 from .state.states import MatrixStates, kept_by
@@ -68,7 +68,7 @@ class Selection:
 
     options: MuonOptions
     algorithm: Algorithm
-    dispatch: Dispatch
+    dispatch: Methods
     planner: Planner
     features_of: FeaturesOf
     note: str = ""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..engine.orthogonalize.dispatch import HALVES, Kernel, Product
+from ..engine.orthogonalize import Product
 from ..options import OptionError
+from .dispatch import HALVES, Kernel
 
 MEASURED = Path(__file__).with_name("measured.json")
 """Kernels by the name of a GPU, by hand from `benchmarks/one_gpu/newton_schulz.py`."""

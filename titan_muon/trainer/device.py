@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from titan_muon.engine.orthogonalize.dispatch import cpu_has_bfloat16
 from titan_muon.engine.tensors.dtensor import is_host
+from titan_muon.kernels.dispatch import cpu_has_bfloat16
 from titan_muon.trainer.recipe.degrees import has_torch_for
 
 _planned: ContextVar[str | None] = ContextVar("planned device", default=None)

@@ -26,7 +26,7 @@ from tests.unit.features.kernel_steps import (
     trained,
 )
 from titan_muon import Muon, registry
-from titan_muon.engine.orthogonalize import Dispatch
+from titan_muon.kernels.dispatch import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
 from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace
@@ -191,7 +191,9 @@ def test_options_have_the_bits_of_the_foreach_operators(options: dict[str, Any],
 
 def plan_as_for_gpus(patch: pytest.MonkeyPatch) -> None:
     """Results of products in float16 stay in float16 until the update."""
-    patch.setattr("titan_muon.selection.Dispatch", lambda algorithm, dtype, _: Dispatch(algorithm, dtype, "cuda"))
+    patch.setattr(
+        "titan_muon.kernels.dispatch.Dispatch", lambda algorithm, dtype, _: Dispatch(algorithm, dtype, "cuda")
+    )
 
 
 @needs_interpreter

@@ -9,8 +9,6 @@ import torch
 from tests.shared import Operators
 from titan_muon.engine.orthogonalize import (
     COEFFICIENTS,
-    Dispatch,
-    Kernel,
     Method,
     coefficients,
     frobenius_norms,
@@ -18,6 +16,7 @@ from titan_muon.engine.orthogonalize import (
     prepared,
 )
 from titan_muon.engine.orthogonalize.newton_schulz import plain
+from titan_muon.kernels.dispatch import Dispatch, Kernel
 from titan_muon.planner.machine import MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)

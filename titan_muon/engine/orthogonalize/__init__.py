@@ -1,15 +1,16 @@
 """Newton-Schulz orthogonalization: tensors in, tensors out."""
 
 from .coefficients import COEFFICIENTS as COEFFICIENTS
+from .coefficients import Coefficients as Coefficients
 from .coefficients import Iteration as Iteration
 from .coefficients import coefficients as coefficients
 from .coefficients import iteration as iteration
-from .coefficients import largest_value as largest_value
-from .dispatch import DTYPES as DTYPES
-from .dispatch import Dispatch as Dispatch
-from .dispatch import Kernel as Kernel
-from .dispatch import Method as Method
+from .newton_schulz import DTYPES as DTYPES
 from .newton_schulz import NO_UPDATE as NO_UPDATE
+from .newton_schulz import Call as Call
+from .newton_schulz import Method as Method
+from .newton_schulz import Methods as Methods
+from .newton_schulz import Product as Product
 from .newton_schulz import frobenius_norms as frobenius_norms
 from .newton_schulz import iterate as iterate
 from .newton_schulz import iteration_calls as iteration_calls

@@ -6,16 +6,12 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from titan_muon.options import OptionError
 from titan_muon.removed import removed_value
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
-
-LARGEST, DIVERGED = 4.0, 1e30
-"""Limit of singular values during the iteration, and a value whose powers overflow."""
 
 
 def scaled(factor: float, *steps: tuple[float, float, float]) -> Coefficients:
@@ -140,37 +136,3 @@ def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -
     """A named set of coefficients or custom triples. Raises OptionError like `coefficients`."""
     rows = coefficients(choice, steps)
     return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
-
-
-def largest_value(steps: Coefficients) -> float:
-    """The largest singular value after the steps, for values from 0 to 1 before; inf if the steps diverge."""
-    # A little above 1, because the norm that divides a matrix is rounded.
-    return _largest_values(steps, 1.01)[-1]
-
-
-def has_margin(steps: Coefficients, rounding: float) -> bool:
-    """Whether singular values up to 1 stay below LARGEST if each step gets them larger by a factor 1 + `rounding`."""
-    return max(_largest_values(steps, 1.0, rounding)) < LARGEST
-
-
-@cache
-def _largest_values(steps: Coefficients, largest: float, rounding: float = 0.0) -> tuple[float, ...]:
-    """The largest singular value after each step, for values from 0 to `largest` before."""
-    after = list[float]()
-    for a, b, c in steps:
-        largest *= 1 + rounding
-        if largest > DIVERGED:
-            return (*after, math.inf)
-        # A polynomial is largest at the end of the interval, or where its derivative a + 3 b x^2 + 5 c x^4 is 0.
-        squares = [largest**2, *_roots(5 * c, 3 * b, a)]
-        largest = max(math.sqrt(x) * abs(a + x * (b + c * x)) for x in squares if 0 <= x <= largest**2)
-        after.append(largest)
-    return tuple(after)
-
-
-def _roots(a: float, b: float, c: float) -> tuple[float, ...]:
-    """The real roots of a x^2 + b x + c."""
-    if a == 0:
-        return () if b == 0 else (-c / b,)
-    square = b * b - 4 * a * c
-    return () if square < 0 else tuple((-b + sign * math.sqrt(square)) / (2 * a) for sign in (1, -1))

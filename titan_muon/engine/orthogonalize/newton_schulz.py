@@ -3,18 +3,109 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..layout.work import gram_elements, gram_flops, standard_elements
 from .coefficients import Coefficients, Iteration
-from .dispatch import DTYPES, Call, Method, Product
 
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 NO_UPDATE = -1.0
 """In the place of the norm of a matrix that gets no update."""
+
+
+Call = Callable[[], object]
+"""Operators or a kernel on fixed tensors."""
+
+
+class Product(Protocol):
+    """The call that fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k).
+
+    A product may compute only symmetric results. The call may run again, with other numbers in the tensors.
+    """
+
+    def __call__(
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor
+    ) -> Call: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm with all parameters except the coefficients.
+
+    Attributes:
+        algorithm: `standard`, `gram` or `reference`.
+        dtype: of the iteration, a name in DTYPES.
+        restarts: the Gram iteration restarts before these steps.
+        products, product: of symmetric results, by name and as a function, for `fewest` matrices or more; else the
+            device's.
+        reason: of the choice by `auto`, else empty.
+    """
+
+    algorithm: str
+    dtype: str
+    restarts: tuple[int, ...] = ()
+    products: str = "plain"
+    fewest: int = 1
+    batch: int = 1
+    reason: str = field(default="", compare=False)
+    product: Product | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
+        fewest = f" from {self.fewest} matrices" if self.fewest > 1 else ""
+        products = "" if self.products == "plain" else f" {self.products}{fewest}"
+        return f"{self.algorithm} {self.dtype}{restarts}{products}"
+
+    def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
+        """FLOPs for a matrix, with symmetric products counted in full."""
+        # The reference computes all three products even for c = 0.
+        cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
+        return gram_flops(rows, cols, len(steps), len(self.runs(len(steps))) - 1, cubic)
+
+    def runs(self, steps: int) -> tuple[int, ...]:
+        """Steps between restarts; all but the Gram iteration restart in each step."""
+        restarts = self.restarts if self.algorithm == "gram" else range(1, steps)
+        return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
+
+    def operators(self, steps: int) -> int:
+        """Operators of PyTorch for a batch, with the norms and the normalization."""
+        runs = sum(3 if length == 1 else 4 * length + 1 for length in self.runs(steps))
+        return runs + (5 if self.dtype == "float16" else 4)
+
+    def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
+        """Working bytes of a matrix, without the input and the kernels' scratch memory.
+
+        `out_bytes`: bytes per element of an output in place, which serves as an X buffer.
+        """
+        elements = gram_elements if self.algorithm == "gram" else standard_elements
+        itemsize = DTYPES[self.dtype].itemsize
+        spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
+        iteration = (elements(rows, cols) - spared) * itemsize
+        if device != "cpu":
+            return iteration
+        # Normalization to float16 with two float32 copies, and from float32 to bfloat16 with a single copy.
+        return max(iteration, rows * cols * (10 if self.dtype == "float16" else 6 if out_bytes > itemsize else 0))
+
+
+class Methods(Protocol):
+    """The methods of a device for the matrices of a step. `device`: type of the device."""
+
+    @property
+    def device(self) -> str: ...
+
+    def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
+        """The method for a matrix. Raises OptionError if none is safe for the coefficients."""
 
 
 def plain(a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> Call:
@@ -188,7 +279,7 @@ def _quadratic(product: Product, r: Tensor, b: float, c: float, *, out: Tensor) 
 FLOAT16_NORM = 2.0**6
 """Norm of X in float16. Elements of a matrix of norm 1 would be subnormal, with fewer digits.
 
-Singular values stay below LARGEST times this norm, so that no sum of products exceeds 2^16 - 2^5, float16's largest
+Singular values stay below 4 times this norm, so that no sum of products exceeds 2^16 - 2^5, float16's largest
 number. cuBLAS may add the parts of a split product in float16, also where PyTorch's flag
 `allow_fp16_reduced_precision_reduction` is off, because batched products ignore the flag.
 """

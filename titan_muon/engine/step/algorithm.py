@@ -11,7 +11,7 @@ from torch import Tensor
 from ...options import MuonOptions
 from ..layout.types import Parameter
 from ..layout.work import Work, WorkOf
-from ..orthogonalize import Dispatch, Iteration
+from ..orthogonalize import Iteration, Methods
 from ..state.states import StateSpec
 from ..tensors.process_groups import without_groups
 from .foreach import MomentumCall, UpdateCall
@@ -180,7 +180,7 @@ class Decorated(Algorithm):
         self.inner.after_return(call, params)
 
 
-def work_of(iterations: Sequence[Iteration], dispatch: Dispatch, algorithm: Algorithm) -> WorkOf:
+def work_of(iterations: Sequence[Iteration], dispatch: Methods, algorithm: Algorithm) -> WorkOf:
     """The cost of a matrix by parameter and shape. `iterations`: by parameter."""
 
     def work(index: int, rows: int, cols: int) -> Work:

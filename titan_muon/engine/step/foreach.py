@@ -24,7 +24,7 @@ from ..faults.report import FaultReport
 from ..layout.intervals import Span
 from ..layout.types import Plan
 from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
-from ..orthogonalize import Dispatch, Iteration, Method
+from ..orthogonalize import Iteration, Method, Methods
 from ..program.program import Program
 from ..tensors.dtensor import on_device
 from ..tensors.storage import Storage, TrainedParam
@@ -69,7 +69,7 @@ class StepContext:
         return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
 
 
-def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Dispatch) -> Iterator[Method]:
+def methods_of(plan: Plan, iterations: Sequence[Iteration], dispatch: Methods) -> Iterator[Method]:
     """The Newton-Schulz method of each work. `iterations`: by parameter."""
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     for matrix in (first[work] for work in range(len(plan.works))):

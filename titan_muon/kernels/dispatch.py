@@ -1,33 +1,22 @@
-"""Choice of the algorithm by device and shape."""
+"""The method of orthogonalizing a matrix, by device and shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Protocol
+from functools import cache
 
 import torch
-from torch import Tensor
 
-from titan_muon.engine.layout.work import (
-    CPU,
-    CPU_FLOAT32,
-    GPU,
-    MethodRates,
-    gram_elements,
-    gram_flops,
-    standard_elements,
-)
-from titan_muon.options import OptionError
+from ..engine.layout.work import CPU, CPU_FLOAT32, GPU, MethodRates
+from ..engine.orthogonalize import DTYPES, Coefficients, Method, Product
+from ..options import OptionError
 
-from .coefficients import LARGEST, Coefficients, has_margin
+LARGEST, DIVERGED = 4.0, 1e30
+"""Limit of singular values during the iteration, and a value whose powers overflow."""
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+
 GRAM_ASPECT = 1.5
 """Least side ratio for the Gram iteration: near-square matrices save no products and lose accuracy."""
 GRAM_ROWS = 32
@@ -50,21 +39,6 @@ def cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
-Call = Callable[[], object]
-"""Operators or a kernel on fixed tensors."""
-
-
-class Product(Protocol):
-    """The call that fills `out` with alpha A B, or with alpha A B + beta C. A is (count, m, k).
-
-    A product may compute only symmetric results. The call may run again, with other numbers in the tensors.
-    """
-
-    def __call__(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor
-    ) -> Call: ...
-
-
 @dataclass(frozen=True)
 class Kernel:
     """The fastest symmetric products of `count` matrices by dtype and smaller side. Without `product`: plain."""
@@ -74,65 +48,6 @@ class Kernel:
     products: str
     count: int = 1
     product: Product | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class Method:
-    """An algorithm with all parameters except the coefficients.
-
-    Attributes:
-        algorithm: `standard`, `gram` or `reference`.
-        dtype: of the iteration, a name in DTYPES.
-        restarts: the Gram iteration restarts before these steps.
-        products, product: of symmetric results, by name and as a function, for `fewest` matrices or more; else the
-            device's.
-        reason: of the choice by `auto`, else empty.
-    """
-
-    algorithm: str
-    dtype: str
-    restarts: tuple[int, ...] = ()
-    products: str = "plain"
-    fewest: int = 1
-    batch: int = 1
-    reason: str = field(default="", compare=False)
-    product: Product | None = field(default=None, compare=False, repr=False)
-
-    def __str__(self) -> str:
-        restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
-        fewest = f" from {self.fewest} matrices" if self.fewest > 1 else ""
-        products = "" if self.products == "plain" else f" {self.products}{fewest}"
-        return f"{self.algorithm} {self.dtype}{restarts}{products}"
-
-    def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
-        """FLOPs for a matrix, with symmetric products counted in full."""
-        # The reference computes all three products even for c = 0.
-        cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
-        return gram_flops(rows, cols, len(steps), len(self.runs(len(steps))) - 1, cubic)
-
-    def runs(self, steps: int) -> tuple[int, ...]:
-        """Steps between restarts; all but the Gram iteration restart in each step."""
-        restarts = self.restarts if self.algorithm == "gram" else range(1, steps)
-        return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
-
-    def operators(self, steps: int) -> int:
-        """Operators of PyTorch for a batch, with the norms and the normalization."""
-        runs = sum(3 if length == 1 else 4 * length + 1 for length in self.runs(steps))
-        return runs + (5 if self.dtype == "float16" else 4)
-
-    def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
-        """Working bytes of a matrix, without the input and the kernels' scratch memory.
-
-        `out_bytes`: bytes per element of an output in place, which serves as an X buffer.
-        """
-        elements = gram_elements if self.algorithm == "gram" else standard_elements
-        itemsize = DTYPES[self.dtype].itemsize
-        spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
-        iteration = (elements(rows, cols) - spared) * itemsize
-        if device != "cpu":
-            return iteration
-        # Normalization to float16 with two float32 copies, and from float32 to bfloat16 with a single copy.
-        return max(iteration, rows * cols * (10 if self.dtype == "float16" else 6 if out_bytes > itemsize else 0))
 
 
 @dataclass(frozen=True)
@@ -262,3 +177,31 @@ def restarts(steps: int) -> tuple[int, ...]:
     # Longer runs lose small singular values: with DeepSeek-V4's ten steps, runs of four in float16 have more error than
     # the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))
+
+
+def has_margin(steps: Coefficients, rounding: float) -> bool:
+    """Whether singular values up to 1 stay below LARGEST if each step gets them larger by a factor 1 + `rounding`."""
+    return max(largest_values(steps, 1.0, rounding)) < LARGEST
+
+
+@cache
+def largest_values(steps: Coefficients, largest: float, rounding: float = 0.0) -> tuple[float, ...]:
+    """The largest singular value after each step, for values from 0 to `largest` before."""
+    after = list[float]()
+    for a, b, c in steps:
+        largest *= 1 + rounding
+        if largest > DIVERGED:
+            return (*after, math.inf)
+        # A polynomial is largest at the end of the interval, or where its derivative a + 3 b x^2 + 5 c x^4 is 0.
+        squares = [largest**2, *_roots(5 * c, 3 * b, a)]
+        largest = max(math.sqrt(x) * abs(a + x * (b + c * x)) for x in squares if 0 <= x <= largest**2)
+        after.append(largest)
+    return tuple(after)
+
+
+def _roots(a: float, b: float, c: float) -> tuple[float, ...]:
+    """The real roots of a x^2 + b x + c."""
+    if a == 0:
+        return () if b == 0 else (-c / b,)
+    square = b * b - 4 * a * c
+    return () if square < 0 else tuple((-b + sign * math.sqrt(square)) / (2 * a) for sign in (1, -1))
