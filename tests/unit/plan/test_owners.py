@@ -15,7 +15,6 @@ from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Bucket, Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.layout.work import Work, standard_flops
 from titan_muon.engine.planning import OwnerOf, Task, in_order
-from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.engine.program.program import make_program
 from titan_muon.options import MuonOptions
 from titan_muon.planner.owners import (
@@ -26,9 +25,9 @@ from titan_muon.planner.owners import (
     state_totals,
     with_state_ranks,
 )
-from titan_muon.planner.totals import Totals
 from titan_muon.planner.ownership import OwnedItem, Ownership, assign_owners
 from titan_muon.planner.planner import make_plan
+from titan_muon.planner.totals import Totals
 
 # Matrices that travel
 
