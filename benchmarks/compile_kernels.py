@@ -30,8 +30,8 @@ from triton.runtime import driver
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titan_muon.engine.orthogonalize import DTYPES
-from titan_muon.kernels.dispatch import HALVES
 from titan_muon.kernels.batches import PARTS, TableLaunch
+from titan_muon.kernels.dispatch import HALVES
 from titan_muon.kernels.symmetric import TILES, Tile, symmetric_product
 from titan_muon.kernels.tables import Table
 

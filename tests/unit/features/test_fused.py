@@ -26,9 +26,9 @@ from tests.unit.features.kernel_steps import (
     trained,
 )
 from titan_muon import Muon, registry
-from titan_muon.kernels.dispatch import Dispatch
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
+from titan_muon.kernels.dispatch import Dispatch
 from titan_muon.kernels.tables import BLOCK, Row, Table, ViewPlace
 from titan_muon.options import MuonOptions
 from titan_muon.selection import select
