@@ -19,7 +19,7 @@ from titan_muon.engine.layout.types import Plan, Shard
 from titan_muon.engine.step.step import SuspendedBucket
 from titan_muon.engine.step.views import BucketViews
 from titan_muon.features.forward import ForwardUpdates
-from titan_muon.features.private import GatheredGroup, own_groups, prefetched_groups
+from titan_muon.features.private import GatheredGroup, own_groups
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import Overlap
 from titan_muon.planner.machine import machine_of
@@ -163,34 +163,6 @@ def test_a_bucket_without_parameters_of_this_rank_ends_in_forward_with_the_first
         assert overlap.keeps(index, running)
     overlap.end_for([rank.params[0].param], [])
     assert not overlap.holds_memory
-
-
-# FSDP2's private names for updates in forward exist and work
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_groups_know_the_gathers_of_a_forward_and_the_order() -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    first, second = (fully_shard(module, mesh=mesh) for module in net)
-    fully_shard(net, mesh=mesh)
-    ((leading,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)
-    assert leading.params() == [net[0].weight]
-    assert other.params() == [net[1].weight]
-    assert not any(group.params() for group in root)
-    first.set_modules_to_forward_prefetch([second])
-    (ahead,) = prefetched_groups(first)
-    assert ahead.params() == other.params()
-    assert not prefetched_groups(second)
-    seen = []
-    net[0].register_forward_pre_hook(lambda *_: seen.append((leading.is_gathered, other.is_gathered)))
-    net[1].register_forward_hook(lambda *_: seen.append((leading.is_gathered, other.is_gathered)))
-    assert not leading.is_gathered
-    net(torch.ones(1, 8))
-    assert seen == [(True, True), (False, False)], "the second is prefetched, and each is resharded behind its forward"
-    second.unshard()
-    assert (leading.is_gathered, other.is_gathered) == (False, True)
-    assert leading.params() == [net[0].weight], "sharded parameters, whatever the module has now"
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=["shards", "copies"])

@@ -120,26 +120,6 @@ def test_a_refusal_of_torchs_clip_grad_norm_leads_to_ours() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
 
 
-@pytest.mark.usefixtures("four_ranks")
-def test_operations_are_coalesced_and_the_group_stays_usable() -> None:
-    """Also by the fake group, which does not report the ability."""
-    group, device = dist.group.WORLD, torch.device("cpu")
-    assert not private.coalesces(group, device)
-    with CollectiveCounter() as counter:
-        with private.coalesced(group, device):
-            for rank in (1, 3):
-                dist.broadcast(torch.ones(2), group_src=rank, group=group)
-                dist.reduce(torch.ones(3), group_dst=rank, group=group)
-        assert not dist.distributed_c10d._world.pg_coalesce_state, "the group is closed"
-        dist.all_reduce(torch.ones(4), group=group)
-    assert [call.name for call in counter.calls] == ["broadcast", "reduce", "broadcast", "reduce", "allreduce"]
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_gloo_does_not_coalesce() -> None:
-    assert not private.coalesces(dist.group.WORLD, torch.device("cpu"))
-
-
 # Streams: the order of operations
 
 

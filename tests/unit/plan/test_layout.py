@@ -262,15 +262,6 @@ def test_a_list_of_lengths_is_parts_of_unequal_size() -> None:
     assert torch.equal(v, groups[:, 3].reshape(6, 2))
 
 
-def test_matrices_stored_as_in_out_are_transposed() -> None:
-    def stack(dims: str) -> MatrixStack:
-        return stack_of("w", (4, 6), [Split(match="*", dims=dims)])
-
-    assert stack("d f -> | f d").transposed
-    assert not stack("f d -> | f d").transposed
-    assert stack("d f -> | f d").matrices == stack("f d -> | f d").matrices
-
-
 @pytest.mark.parametrize("dim", range(4))
 def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
     """However experts' gate and up, (E, F, 2, D), are cut, a copy moves more than a row."""

@@ -2,8 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,21 +37,13 @@ SEPARATE = 10**6
 """Tensors of one name on separate coordinates differ by multiples of this value."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A rank's side of a collective.
+class Call(NamedTuple):
+    """A rank's side of a collective."""
 
-    Attributes:
-        key: bucket, direction, buffers and ranks.
-        parts: what this rank sends to each rank.
-        output: where this rank receives.
-        splits: expected elements from each rank; empty if the parts are summed.
-    """
-
-    key: tuple[int, str, object, tuple[int, ...]]
-    parts: list[Tensor]
+    key: tuple[int, str, object, tuple[int, ...]]  # Bucket, direction, buffers and ranks.
+    parts: list[Tensor]  # To each rank.
     output: Tensor
-    splits: tuple[int, ...]
+    splits: tuple[int, ...]  # Expected elements from each rank; empty if the parts are summed.
 
 
 def numbered(plan: Plan) -> list[Tensor]:

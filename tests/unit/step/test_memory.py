@@ -23,7 +23,7 @@ from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.tensors.storage import check_devices, trained_params
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import MuonOptions, PlacementRule
-from titan_muon.planner.planner import passes_of, traffic
+from titan_muon.planner.planner import passes_of
 from titan_muon.planner.summary import summarize
 
 MIB = 2**20
@@ -264,13 +264,6 @@ def test_a_pass_moves_the_planned_bytes(dtype: torch.dtype, options: dict[str, A
     assert momentum.calls.total() == counted.advance_launches
     if options.get("rounding") == "nearest" or dtype == torch.float32:
         assert update.calls.total() == counted.apply_launches
-
-
-def test_a_fused_pass_touches_each_tensor_once() -> None:
-    """Momentum and weights are read and written; gradients, packed momentum and updates are read or written."""
-    found = traffic(element=4, state=8, wire=2, stochastic=False, cautious=False, fused=True)
-    assert (found.advance, found.advance_launches) == (4 + 2 * 8 + 2, 1)
-    assert (found.apply, found.apply_launches) == (2 * 4 + 2, 1)
 
 
 def test_kinds_with_equal_sums_of_bytes_have_one_cost_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
