@@ -207,32 +207,30 @@ def test_a_nonfinite_norm_skips_third_party_optimizers(monkeypatch: pytest.Monke
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-Arguments = Callable[[Hybrid], dict[str, Any]]
-TORCH: dict[str, Arguments] = {
-    "LambdaLR": lambda hybrid: {"lr_lambda": lambda step: 0.9**step},
-    "SequentialLR": lambda hybrid: {
-        "schedulers": [torchs.ConstantLR(hybrid), torchs.ExponentialLR(hybrid, 0.9)],
-        "milestones": [2],
-    },
-    "ReduceLROnPlateau": lambda hybrid: {"patience": 0, "factor": 0.5},
-    "CyclicLR": lambda hybrid: {"base_lr": 0.001, "max_lr": 0.02, "step_size_up": 3, "cycle_momentum": False},
-    "OneCycleLR": lambda hybrid: {"max_lr": 0.02, "total_steps": 9, "cycle_momentum": False},
+def of_transformers(name: str, hybrid: Hybrid, **options: Any) -> Any:
+    return pytest.importorskip("transformers").get_scheduler(name, hybrid, 1, 10, options)
+
+
+CYCLE: dict[str, Any] = {"max_lr": 0.02, "cycle_momentum": False}
+SCHEDULERS: dict[str, Callable[[Hybrid], Any]] = {
+    "LambdaLR": lambda hybrid: torchs.LambdaLR(hybrid, lambda step: 0.9**step),
+    "SequentialLR": lambda hybrid: torchs.SequentialLR(
+        hybrid, [torchs.ConstantLR(hybrid), torchs.ExponentialLR(hybrid, 0.9)], [2]
+    ),
+    "ReduceLROnPlateau": lambda hybrid: torchs.ReduceLROnPlateau(hybrid, patience=0, factor=0.5),
+    "CyclicLR": lambda hybrid: torchs.CyclicLR(hybrid, 0.001, step_size_up=3, **CYCLE),
+    "OneCycleLR": lambda hybrid: torchs.OneCycleLR(hybrid, total_steps=9, **CYCLE),
+    "cosine": lambda hybrid: of_transformers("cosine", hybrid),
+    "warmup_stable_decay": lambda hybrid: of_transformers("warmup_stable_decay", hybrid, num_decay_steps=7),
 }
-TRANSFORMERS: dict[str, dict[str, Any]] = {"cosine": {}, "warmup_stable_decay": {"num_decay_steps": 7}}
-
-
-def scheduler_of(name: str, hybrid: Hybrid) -> Any:
-    if name in TORCH:
-        return getattr(torchs, name)(hybrid, **TORCH[name](hybrid))
-    return pytest.importorskip("transformers").get_scheduler(name, hybrid, 1, 10, TRANSFORMERS[name])
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*TORCH, *TRANSFORMERS])
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_sets_the_rate_of_every_group(name: str) -> None:
     model = Decoder()
     hybrid = Hybrid(model, **OPTIONS)
-    scheduler = scheduler_of(name, hybrid)
+    scheduler = SCHEDULERS[name](hybrid)
     needs_loss = "metrics" in inspect.signature(scheduler.step).parameters
     rates = []
     for step in range(5):

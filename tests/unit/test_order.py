@@ -60,7 +60,7 @@ class Orders(ast.NodeVisitor):
             return name_of(node) in ("set", "frozenset", "difference", "intersection", "union", "symmetric_difference")
         if isinstance(node, ast.BinOp):
             return isinstance(node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor) and any(
-                self._is_set(side) or (isinstance(side, ast.Call) and name_of(side) == "keys" and not _merges(node))
+                self._is_set(side) or (isinstance(side, ast.Call) and name_of(side) == "keys")
                 for side in (node.left, node.right)
             )
         if isinstance(node, ast.IfExp):
@@ -115,10 +115,6 @@ class Orders(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and called in ("id", "hash"):
             self.found.append((node.lineno, called))
         self.generic_visit(node)
-
-
-def _merges(node: ast.BinOp) -> bool:
-    return isinstance(node.op, ast.BitOr) and not any(name_of(side) == "keys" for side in (node.left, node.right))
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:

@@ -214,9 +214,3 @@ def test_suspicious_assignments_have_a_warning(
     warnings = list(doubts(assign_parameters(inspect_model([model(**members)]), rules), splits))
     assert len(warnings) == bool(expected) or rules
     assert not expected or re.match(f"warning: {expected}", warnings[-1])
-
-
-def test_the_roles_ignore_frozen_parameters() -> None:
-    made = model(up=linear(128, 64))
-    made.layers[0].up.weight.requires_grad_(False)
-    assert "layers.0.up.weight" not in inspect_model([made])

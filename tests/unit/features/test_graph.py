@@ -189,42 +189,38 @@ def with_highest_rate(muon: Muon, step: int) -> None:
         group["max_lr"] = 0.2
 
 
+VALUES: dict[str, tuple[Any, ...]] = {
+    "algorithm": ("normuon", "adamuon", "muoneq", "muoneq_both", ("muoneq", "normuon"), ("muoneq", "adamuon")),
+    "cautious": (True,),
+    "dtype": (torch.bfloat16,),
+    "exchange": ("all_gather", "all_gather_reduce_scatter"),
+    "idle": ("hold",),
+    "lr": (torch.tensor(0.1),),
+    "nesterov": (False,),
+    "ns_dtype": ("bfloat16",),
+    "on_bad_gradient": ("skip_step",),
+    "orthogonalize": ("reference", "standard", "gram"),
+    "planner": ("rule",),
+    "replicas": ("redundant",),
+    "state": ("owner",),
+    "state_dtype": ("bfloat16",),
+    "wire_dtype": ("float32",),
+}
 NUMBERS = {"eps": 1e-7, "ns_steps": 3, "ns_coefficients": ((3.4, -4.8, 2.0),), "adjust_lr_fn": "original"}
 ROWS: list[tuple[dict[str, Any], Change | None, tuple[Placement, ...] | None]] = [
-    ({}, None, ()),
-    ({}, None, None),
+    *(({name: value}, None, ()) for name, values in VALUES.items() for value in values),
+    *(({}, None, placements) for placements in ((), None, (Shard(0), Shard(0)), (Shard(1), Shard(0)))),
     ({"split": (Split(match="a", dims="(g f) d -> g | f d", lengths={"g": 2}),)}, None, ()),
     ({**NUMBERS, "buffer_gib": 2**-10, "keep_buffers": True, "beta2": 0.9, "algorithm": "normuon"}, None, ()),
     ({"momentum_warmup_steps": 9, "momentum_start": 0.5, "ns_kernel": "plain"}, None, ()),
-    ({}, None, (Shard(0), Shard(0))),
-    ({}, None, (Shard(1), Shard(0))),
-    ({"state": "owner"}, None, ()),
-    *(({"exchange": name}, None, ()) for name in ("all_gather", "all_gather_reduce_scatter")),
     ({"exchange": "two_hops", "machine": Machine(ranks_per_node=2)}, None, (Shard(0), Shard(0))),
-    ({"replicas": "redundant"}, None, ()),
-    *(
-        ({"algorithm": name}, None, ())
-        for name in ("normuon", "adamuon", "muoneq", "muoneq_both", ("muoneq", "normuon"), ("muoneq", "adamuon"))
-    ),
-    ({"algorithm": "muonh", "weight_decay": 0.0}, None, ()),
-    ({"algorithm": ("normuon", "muonh"), "weight_decay": 0.0}, None, ()),
+    *(({"algorithm": name, "weight_decay": 0.0}, None, ()) for name in ("muonh", ("normuon", "muonh"))),
     ({"algorithm": "soap", "soap_freq": 1}, with_one_beta, ()),
-    ({"cautious": True}, None, ()),
-    ({"nesterov": False}, None, ()),
-    ({"state_dtype": "bfloat16"}, None, ()),
-    ({"wire_dtype": "float32"}, None, ()),
-    ({"lr": torch.tensor(0.1)}, None, ()),
     ({"decay_follows_lr": True}, with_highest_rate, ()),
-    ({"dtype": torch.bfloat16}, None, ()),
     ({"dtype": torch.bfloat16, "rounding": "nearest"}, None, ()),
-    *(({"orthogonalize": name}, None, ()) for name in ("reference", "standard", "gram")),
-    ({"ns_dtype": "bfloat16"}, None, ()),
-    ({"idle": "hold"}, None, ()),
-    ({"planner": "rule"}, None, ()),
     ({}, skippable, ()),
     ({"algorithm": "normuon"}, scaled, ()),
     ({"idle": "hold"}, scaled, ()),
-    ({"on_bad_gradient": "skip_step"}, None, ()),
 ]
 
 

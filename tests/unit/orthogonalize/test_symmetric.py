@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,7 @@ def test_every_triton_kernel_is_in_a_compiled_file() -> None:
     assert names == {"symmetric.py", "passes.py"}, "benchmarks/compile_kernels.py does not compile it"
 
 
-def test_shipped_kernels_are_of_the_named_gpu_and_need_the_kernels_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_kernels_are_of_the_named_gpu_and_need_the_kernels_package(tmp_path: Path, monkeypatch: Any) -> None:
     kernels = [{"dtype": "float16", "rows": 256, "products": name} for name in ("plain", "triton")]
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels}}))
@@ -106,24 +105,16 @@ def test_the_shipped_file_has_measured_entries_of_known_kernels_alone() -> None:
     assert {kernel["products"] for entry in document.values() for kernel in entry["kernels"]} <= {"plain", "triton"}
 
 
-def test_the_cpu_has_plain_products() -> None:
-    assert kernels_for("auto", torch.device("cpu")) == kernels_for("plain", torch.device("cpu")) == ()
-
-
-def test_a_gpu_without_a_tensor_memory_accelerator_refuses_the_symmetric_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(OptionError, match=r"compute capability 9 or 10 .* choose 'auto'"):
-        kernels_for("triton", torch.device("cuda"))
-
-
-def test_auto_takes_the_measured_kernels_of_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_its_measured_kernels_or_refuses_them_and_a_cpu_has_plain_products(monkeypatch: Any) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert kernels_for("auto", cpu) == kernels_for("plain", cpu) == ()
     monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
     monkeypatch.setattr("titan_muon.kernels.measured.product_of", lambda products: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, products in (("NVIDIA H200", {"plain", "triton"}), ("GPU Y", set())):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert {kernel.products for kernel in kernels_for("auto", torch.device("cuda"))} == products
+        assert {kernel.products for kernel in kernels_for("auto", cuda)} == products
+    # Without a tensor memory accelerator.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(OptionError, match=r"compute capability 9 or 10 .* choose 'auto'"):
+        kernels_for("triton", cuda)

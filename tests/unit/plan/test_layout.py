@@ -25,7 +25,7 @@ from tests.unit.plans import (
     torch_local,
 )
 from titan_muon import Muon
-from titan_muon.engine.layout.intervals import Geometry, check_rows, region, spans
+from titan_muon.engine.layout.intervals import Geometry, check_rows, spans
 from titan_muon.engine.layout.types import (
     Interval,
     Layout,
@@ -41,34 +41,9 @@ from titan_muon.engine.planning import Assembly, assemblies
 from titan_muon.engine.tensors.matrices import check_splits, planned, stack_of
 from titan_muon.options import Split
 
-LARGEST = {1: 30, 2: 30, 3: 12, 4: 6}
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Layout:
-    ndim = draw(st.integers(1, 4))
-    shape = draw(st.lists(st.integers(0, LARGEST[ndim]), min_size=ndim, max_size=ndim))
-    mesh = draw(st.sampled_from(LARGE_MESHES))
-    return draw(layouts(shape, Mesh(mesh, tuple(range(prod(mesh))))))
-
 
 def indices(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(prod(shape)).view(shape)
-
-
-def at(full: Tensor, dims: tuple[tuple[Interval, ...], ...]) -> Tensor:
-    """The elements of a tensor at the crossings of intervals of each dim."""
-    for dim, intervals in enumerate(dims):
-        full = full.index_select(dim, torch.tensor([i for a, b in intervals for i in range(a, b)], dtype=torch.long))
-    return full
-
-
-@examples(150)
-@given(cases())
-def test_a_rank_stores_the_shards_of_torch(layout: Layout) -> None:
-    full = indices(layout.shape)
-    for _, coordinate in coordinates(layout.mesh):
-        assert torch.equal(at(full, region(layout, coordinate)), torch_local(layout, coordinate, full))
 
 
 @examples(150)

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from tests.machines import rates
 from tests.shared import muon_keywords
-from tests.unit.plan.test_timeline import parameters
+from tests.unit.plan.test_summary import parameters
 from tests.unit.plans import examples, matrix, mesh_of, plan_of, plans, work
 from titan_muon import Muon
 from titan_muon.engine.engine import plan_step
@@ -37,14 +37,10 @@ def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
     return dealt, owners
 
 
-def pieces_of(plan: Plan) -> Pieces:
-    return Pieces(plan.matrices, Geometries(plan.parameters))
-
-
 @examples(50)
 @given(plans(exchanges=["all_to_all"]))
 def test_model_order_follows_the_pass_and_keeps_the_cost_of_every_owner(plan: Plan) -> None:
-    pieces, (dealt, owners) = pieces_of(plan), tasks_of(plan)
+    pieces, (dealt, owners) = Pieces(plan.matrices, Geometries(plan.parameters)), tasks_of(plan)
     ordered, owned = in_model_order(dealt, owners, pieces, {})
     assert sorted(task for tasks in ordered for task in tasks) == sorted(task for tasks in dealt for task in tasks)
     assert owned.keys() == owners.keys()
@@ -64,7 +60,7 @@ def test_model_order_follows_the_pass_and_keeps_the_cost_of_every_owner(plan: Pl
 
 def test_a_matrix_stays_with_possible_owners() -> None:
     plan = plan_of(parameters(4, 4))
-    pieces = pieces_of(plan)
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
     dealt = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
     owners = {(number, 0): number for number in range(4)}
     candidates = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}

@@ -15,7 +15,6 @@ from tests.unit.plan.test_program import check_owners, check_step
 from tests.unit.plan.test_summary import counted
 from tests.unit.plans import examples, hopping, mesh_of, parameter_of, plan_of, recut
 from titan_muon.engine.layout.types import Parameter, Plan, Replicate, Shard
-from titan_muon.engine.program.phases import Phase
 from titan_muon.engine.program.program import make_program
 from titan_muon.engine.program.two_hops import owning_ranks
 from titan_muon.engine.tensors.process_groups import check_node
@@ -49,17 +48,11 @@ def hopping_plans(draw: st.DrawFn) -> Plan:
     return hopping(per_node)(replace(plan, buckets=tuple(buckets)))
 
 
-def hops_of(plan: Plan) -> dict[int, list[Phase]]:
-    """The gather of each bucket in hops, by rank."""
-    ranks = plan.parameters[0].layout.mesh.ranks
-    runs = {rank: make_program(plan, rank).buckets for rank in ranks}
-    return {rank: [run.gathering for run in runs[rank] if run.gathering.hop is not None] for rank in ranks}
-
-
 @examples(40)
 @given(hopping_plans())
 def test_matrices_hop_whole_by_the_planned_bytes_and_peers(plan: Plan) -> None:
-    hops = hops_of(plan)
+    runs = {rank: make_program(plan, rank).buckets for rank in plan.parameters[0].layout.mesh.ranks}
+    hops = {rank: [run.gathering for run in mine if run.gathering.hop is not None] for rank, mine in runs.items()}
     assert all(len(of_rank) == len(plan.buckets) for of_rank in hops.values())
     check_owners(check_step(plan))
     machine = MACHINES["h100x8"]
