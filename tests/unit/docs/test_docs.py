@@ -1,12 +1,18 @@
-"""The docs' generated tables agree with the code, their examples run, and quoted messages are those of the code."""
+"""The docs: generated tables, examples, commands and recipes, and quoted messages agree with the code."""
 
 import importlib.util
 import inspect
 import json
 import re
 import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import dropwhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +28,18 @@ from titan_muon import Muon, registry, removed
 from titan_muon.engine.faults.faults import REMEDIES
 from titan_muon.engine.tensors.storage import missing_streams
 from titan_muon.kernels import fused
-from titan_muon.options import MuonOptions
-from titan_muon.planner.machine import ERROR, MACHINES
+from titan_muon.options import Machine, MuonOptions
+from titan_muon.planner.machine import ERROR, MACHINES, machine_of
 from titan_muon.selection import algorithm_of
 from titan_muon.trainer import device
-from titan_muon.trainer.recipe import constraints
+from titan_muon.trainer.commands import start, sweep
+from titan_muon.trainer.recipe import constraints, load
+from titan_muon.trainer.recipe.command_line import parse
 from titan_muon.trainer.recipe.degrees import TORCH_NEEDS
 from titan_muon.trainer.torchtitan import compat
 
 DOCS = Path(make_api.__file__).parent
+ROOT = DOCS.parent
 
 
 def read(page: Path) -> str:
@@ -60,7 +69,7 @@ README_FIGURES = (  # the words, and the page with the figures and their command
 @pytest.mark.parametrize(("words", "page", "command"), README_FIGURES)
 def test_a_page_of_results_has_the_readmes_figures_and_their_command(words: str, page: str, command: str) -> None:
     text = " ".join(read(DOCS / "results" / page).split())
-    assert words in " ".join(read(DOCS.parent / "README.md").split())
+    assert words in " ".join(read(ROOT / "README.md").split())
     assert command in text
     assert [figure for figure in re.findall(r"\b[\d.]+\b|\be\w{7}\b", words) if figure not in text] == []
 
@@ -98,7 +107,7 @@ def test_every_public_and_every_imported_name_is_documented() -> None:
         assert getattr(titan_muon, name).__doc__, f"{name} has no docstring"
         assert f"| [{name}](" in text
     known = {"titan_muon": (*titan_muon.__all__, "registry"), **make_api.MODULES}
-    pages = (*DOCS.glob("*.md"), *DOCS.parent.glob("*.md"), *(DOCS.parent / "examples").glob("*.py"))
+    pages = (*DOCS.glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.py"))
     imports = [match for page in pages for match in re.findall(r"from (titan_muon[\w.]*) import ([\w, ]+)", read(page))]
     assert len(imports) > 10
     unknown = {(module, name) for module, names in imports for name in names.split(", ")}
@@ -151,7 +160,7 @@ def test_the_examples_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "original"}])
 def test_the_readme_names_the_adjust_lr_fn_of_an_equal_torch_optim_muon(options: dict[str, Any]) -> None:
-    claim = " ".join(read(DOCS.parent / "README.md").split())
+    claim = " ".join(read(ROOT / "README.md").split())
     (default,) = re.findall(r'The update is that of `torch\.optim\.Muon\(adjust_lr_fn="(\w+)"\)`', claim)
     assert """PyTorch's default, `"original"`, makes smaller updates""" in claim
     ours, theirs = (nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0))) for _ in range(2))
@@ -196,7 +205,7 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.setattr(importlib.util, "find_spec", lambda module: None if module in missing else found("torch"))
         system.setattr(fused, "find_spec", importlib.util.find_spec)
         system.delenv("TRITON_INTERPRET", raising=False)
-        recipe_errors = refusal(lambda: runpy.run_path(str(DOCS.parent / "titan_muon/trainer/__init__.py")))
+        recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon/trainer/__init__.py")))
         options = MuonOptions(fused=True)
         context: Any = SimpleNamespace(options=options, algorithm=algorithm_of(options), device=kind, named=())
         fused_errors = refusal(lambda: fused.FusedFeature().check(context))
@@ -264,3 +273,105 @@ def test_plans_are_those_of_the_data() -> None:
         [r["model"], str(r["ranks"]), f"{r['step_ms']:,.1f}", f"{r['host_ms']:,.1f}", str(r["collectives"])]
         for r in planned
     ]
+
+
+# Each command line is accepted by its program, and each recipe loads
+
+MARKDOWN = sorted(DOCS.glob("*.md"))
+OTHER_PROGRAMS = {"cp", "grep", "lm_eval", "mkdir", "pip", "podman", "source", "tee", "tensorboard", "export"}
+"""Not this project's. `make lm-eval` runs `lm_eval`; the container needs a GPU."""
+ELSEWHERE = ("titan-muon audit", "titan_muon.audit", "titan-muon plan", "torchtitan.train", "$PYTHONPATH/launch.py")
+"""Run by tests/audit, tests/recipes/test_preview.py and tests/dist/titan/test_examples.py."""
+
+
+def commands(page: Path) -> list[str]:
+    """Command lines of fenced shell blocks, and of indented blocks."""
+    text = read(page)
+    found = re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.S)
+    found += re.findall(r"((?:^    (?:python|make|torchrun|podman) .*\n)(?:^     .*\n)*)", text, re.M)
+    lines = "\n".join(found).replace("\\\n", " ").splitlines()
+    parts = [part.strip() for line in lines for part in re.split(r" && | \| ", line.split("  #")[0])]
+    return [part for part in parts if part and not part.startswith("#")]
+
+
+COMMANDS = [pytest.param(c, id=f"{page.stem}: {c[:60]}") for page in MARKDOWN for c in dict.fromkeys(commands(page))]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_accepted_by_its_program(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if any(name in command for name in ELSEWHERE):
+        return
+    words = shlex.split(command.replace("2>&1", ""))
+    program = words[0]
+    if program in ("torchrun", "python"):
+        # The launcher's own flags come first.
+        words = list(dropwhile(lambda word: word.startswith("--") or word == program, words))
+    if program == "sbatch":
+        words = ["train.py", "--config", *words[words.index("scripts/slurm.sh") + 1 :]]
+    script = Path(words[0])
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{re.escape(words[1])}:", makefile, re.M)
+    elif words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+    elif script.name == "train.py":
+        monkeypatch.chdir(ROOT)
+        with pytest.raises(SystemExit, match="0") if "--help" in words else nullcontext():
+            assert parse(words[1:]).config is not None
+    elif script.parent.name == "scripts" or words[0] == "titan-muon":
+        name, arguments = (script.stem, words[1:]) if script.suffix else (words[1], words[2:])
+        # Without runs of a developer.
+        monkeypatch.chdir(ROOT if name == "sweep" else tmp_path)
+        accepts(name.removesuffix("_runs"), arguments, capsys)
+    elif script.suffix == ".py":
+        assert (ROOT / script).is_file()
+    else:
+        assert program in OTHER_PROGRAMS, "a program that no test knows"
+
+
+def accepts(name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The other commands read runs, which are not here: the error names the run, and not a flag."""
+    if name == "sweep":
+        recipe, *grid = [word for word in arguments if "=" in word or word.endswith(".toml")]
+        assert len(sweep.plan([recipe], grid, (), 2)) == 12
+        return
+    assert start(name, arguments) == 2
+    assert "runs/" in capsys.readouterr().err
+
+
+DRY_RUNS = [c for page in MARKDOWN for c in commands(page) if "--dry-run" in c and not c.startswith("#")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", list(dict.fromkeys(DRY_RUNS)))
+def test_a_dry_run_of_the_docs_plans_or_shows_its_error(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, *shlex.split(command)[1:], "--dump_folder", str(tmp_path)]
+    words = [str(tmp_path / word) if word == "plan.json" else word for word in words]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    errors = re.findall(r"# (error: .*)", read(DOCS / "compatibility.md"))
+    assert done.returncode == 0 or done.stderr.strip() in errors, done.stderr
+
+
+RECIPES = [
+    pytest.param(block, id=f"{page.stem}-{index}")
+    for page in MARKDOWN
+    for index, block in enumerate(re.findall(r"```toml\n(.*?)```", read(page), re.S))
+]
+
+
+@pytest.mark.parametrize("block", RECIPES)
+def test_a_recipe_loads_on_top_of_a_shipped_one(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    if block.startswith("[project"):
+        assert tomllib.loads(block), "a pyproject.toml"
+        return
+    path.write_text(f'base = "{ROOT / "configs/qwen_moe_muon.toml"}"\n{block}')
+    load(path)
+
+
+def test_the_rates_of_a_machine_are_read() -> None:
+    (rates,) = re.findall(r"```json\n(.*?)```", read(DOCS / "recipes.md"), re.S)
+    machine = machine_of(Machine(file="machine.json"), measured=rates)
+    assert (machine.network.bandwidth, machine.flops["float32"]) == (22e9, 5e13)
