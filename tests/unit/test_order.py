@@ -127,15 +127,10 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         yield node.target, node.value
 
 
-def orders(text: str) -> list[tuple[int, str]]:
-    tree = ast.parse(text)
-    visitor = Orders(tree)
-    visitor.visit(tree)
-    return visitor.found
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_order_comes_from_a_set(path: Path) -> None:
-    name = str(path.relative_to(PACKAGE))
-    found = [(line, what) for line, what in orders(path.read_text()) if (name, what) not in ALLOWED]
+    name, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+    visitor = Orders(tree)
+    visitor.visit(tree)
+    found = [(line, what) for line, what in visitor.found if (name, what) not in ALLOWED]
     assert not found, f"{name}: sort these by a key without ties, or keep a dict: {found}"

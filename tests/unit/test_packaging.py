@@ -16,6 +16,7 @@ import titan_muon
 from titan_muon import command
 
 ROOT = Path(__file__).parents[2]
+NEEDS = "needs torchtitan; install them by pip install 'titan-muon[titan]'"
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +50,8 @@ def test_the_command_plans_outside_of_the_checkout(built: tuple[Path, Path], tmp
     zipfile.ZipFile(built[0]).extractall(tmp_path / "site")
     words = ["plan", "--config", "qwen_moe_muon", "--world-size", "2"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "titan_muon.command", *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    planned = [sys.executable, "-m", "titan_muon.command", *words]
+    done = subprocess.run(planned, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Muon step:" in done.stdout
 
@@ -69,17 +64,13 @@ def test_the_version_equals_the_projects_version() -> None:
 def test_a_missing_extra_is_a_single_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "torchtitan" else object())
     assert command.main(["train", "--config", "qwen_moe_muon"]) == 2
-    assert capsys.readouterr().err == (
-        "titan-muon train: needs torchtitan; install them by pip install 'titan-muon[titan]'\n"
-    )
+    assert capsys.readouterr().err == f"titan-muon train: {NEEDS}\n"
 
 
 def test_the_integration_without_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.delitem(sys.modules, "titan_muon.trainer", raising=False)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"needs torchtitan; install them by pip install 'titan-muon\[titan\]'"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(NEEDS)):
         importlib.import_module("titan_muon.trainer")
 
 

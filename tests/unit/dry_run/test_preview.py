@@ -121,10 +121,7 @@ def forgetful(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (
-            {"build": lambda: nn.Linear(32, 32, device="cpu")},
-            r"build: weight is on cpu, and a preview needs the meta",
-        ),
+        ({"build": lambda: nn.Linear(32, 32, device="cpu")}, r"build: weight is on cpu, and a preview needs the meta"),
         ({"build": lambda: 3}, r"build: returned int; return the model"),
         ({"parallelize": of_four}, r"parallelize: embed\.weight is on a mesh of 4 ranks, and world_size = 8"),
         ({"parallelize": hsdp, "world_size": 1}, r"parallelize: \w+ \(line \d+ of .*test_preview\.py\) raised"),

@@ -40,10 +40,6 @@ Change = Callable[[Any, dict[str, nn.Parameter], int], None]
 Where = tuple[DeviceMesh, Sequence[Placement]] | None
 
 
-def placed(tensor: Tensor, where: Where) -> Tensor:
-    return tensor if where is None else distribute_tensor(tensor, *where)
-
-
 def trained(
     names: Sequence[str],
     change: Change | None = None,
@@ -66,7 +62,8 @@ def trained(
 
     def drawn(name: str, dtype: torch.dtype, signs: bool = False) -> Tensor:
         values = torch.randn(SHAPES[name], generator=generator)
-        return placed((values.sign() if signs else values).to(dtype), where)
+        values = (values.sign() if signs else values).to(dtype)
+        return values if where is None else distribute_tensor(values, *where)
 
     params = {name: nn.Parameter(drawn(name, dtype)) for name, (dtype, _) in zip(names, dtypes, strict=True)}
     for param, (_, dtype) in zip(params.values(), dtypes, strict=True):

@@ -17,14 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.dist.harness import run_ranks
-from tests.unit.features.kernel_steps import (
-    INTERPRETED,
-    SHAPES,
-    Change,
-    first_difference,
-    needs_interpreter,
-    trained,
-)
+from tests.unit.features.kernel_steps import INTERPRETED, SHAPES, Change, first_difference, needs_interpreter, trained
 from titan_muon import Muon, registry
 from titan_muon.engine.step.muon import MuonAlgorithm, Tensors
 from titan_muon.kernels import batches, fused, tables
@@ -312,12 +305,7 @@ def sharded(rank: int, world_size: int, options: dict[str, Any]) -> list[int | N
         {"dtype": BFLOAT16, "orthogonalize": "reference"},
         {},
         {"orthogonalize": "standard", "ns_dtype": "float16"},
-        {
-            "dtype": BFLOAT16,
-            "exchange": "all_gather_reduce_scatter",
-            "orthogonalize": "gram",
-            "ns_dtype": "float16",
-        },
+        {"dtype": BFLOAT16, "exchange": "all_gather_reduce_scatter", "orthogonalize": "gram", "ns_dtype": "float16"},
     ],
     ids=str,
 )

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from tests.shared import Operators
-from titan_muon.engine.orthogonalize import (
-    COEFFICIENTS,
-    Method,
-    coefficients,
-    frobenius_norms,
-    iteration,
-    prepared,
-)
+from titan_muon.engine.orthogonalize import COEFFICIENTS, Method, coefficients, frobenius_norms, iteration, prepared
 from titan_muon.engine.orthogonalize.newton_schulz import plain
 from titan_muon.kernels.dispatch import Dispatch, Kernel
 from titan_muon.planner.machine import MACHINES

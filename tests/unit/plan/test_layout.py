@@ -1,5 +1,6 @@
 """Storage of ranks under PyTorch's placements and ranges of rows, ranks with a whole matrix, and matrices."""
 
+from collections import Counter
 from itertools import pairwise, product
 from math import prod
 
@@ -92,27 +93,22 @@ def test_every_matrix_is_local_or_whole_in_every_group(parameters: list[Paramete
 def check_assemblies(geometry: Geometry) -> None:
     for split in (True, False):
         for index, assembly in enumerate(assemblies(geometry, split)):
-            check_assembly(geometry, index, assembly, split)
-
-
-def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bool) -> None:
-    elements = geometry.elements(index)
-    assert bool(assembly.local) != bool(assembly.groups), "a matrix is at home or travels"
-    assert set(assembly.local) <= set(elements)
-    assert all(elements[rank] == prod(geometry.shape(index)) for rank in assembly.local)
-    for group in assembly.groups:
-        assert list(group) == sorted(set(group))
-        assert set(group) <= set(geometry.layout.mesh.ranks)
-        assert len({geometry.tensor[rank] for rank in group}) == 1, "separate tensors are never assembled together"
-        held: dict[tuple[int, ...], int] = {}
-        for rank in set(group) & set(elements):
-            copy = geometry.replica[rank]
-            held[copy] = held.get(copy, 0) + elements[rank]
-        assert set(held.values()) == {prod(geometry.shape(index))}, "every copy of the matrix is whole within the group"
-        assert split or len(held) == 1, "without a split each copy has a group of its own"
-    taking_part = [rank for group in assembly.groups for rank in group]
-    assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
-    assert set(elements) <= {*taking_part, *assembly.local}, "every holder takes part"
+            elements, numel = geometry.elements(index), prod(geometry.shape(index))
+            assert bool(assembly.local) != bool(assembly.groups), "a matrix is at home or travels"
+            assert set(assembly.local) <= set(elements)
+            assert all(elements[rank] == numel for rank in assembly.local)
+            for group in assembly.groups:
+                assert list(group) == sorted(set(group))
+                assert set(group) <= set(geometry.layout.mesh.ranks)
+                assert len({geometry.tensor[rank] for rank in group}) == 1, "separate tensors are never assembled"
+                held = Counter[tuple[int, ...]]()
+                for rank in set(group) & set(elements):
+                    held[geometry.replica[rank]] += elements[rank]
+                assert set(held.values()) == {numel}, "every copy of the matrix is whole within the group"
+                assert split or len(held) == 1, "without a split each copy has a group of its own"
+            taking_part = [rank for group in assembly.groups for rank in group]
+            assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
+            assert set(elements) <= {*taking_part, *assembly.local}, "every holder takes part"
 
 
 HEADS = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))

@@ -139,11 +139,11 @@ class Rank:
 
     def _stored(self, parameter: Parameter, full: Tensor) -> Tensor:
         layout, split = parameter.layout, parameter.stack.row_dims
-        for rank, coordinate in coordinates(layout.mesh):
-            if rank == self.rank:
-                local = torch_local(layout, coordinate, full.view(layout.shape))
-                return local.reshape(prod(local.shape[:split]), prod(local.shape[split:]))
-        return full[:0]
+        coordinate = dict(coordinates(layout.mesh)).get(self.rank)
+        if coordinate is None:
+            return full[:0]
+        local = torch_local(layout, coordinate, full.view(layout.shape))
+        return local.reshape(prod(local.shape[:split]), prod(local.shape[split:]))
 
     def step(self) -> Iterator[Call]:
         """Run a BucketProgram to the end; finishes each awaited collective."""

@@ -28,16 +28,7 @@ from tests.unit.plans import (
 )
 from titan_muon.engine.exchange.exchange import bucket_buffers, wire_dtypes
 from titan_muon.engine.layout.intervals import Geometry
-from titan_muon.engine.layout.types import (
-    Layout,
-    Matrix,
-    Parameter,
-    Placement,
-    Plan,
-    Replicate,
-    Shard,
-    StridedShard,
-)
+from titan_muon.engine.layout.types import Layout, Matrix, Parameter, Placement, Plan, Replicate, Shard, StridedShard
 from titan_muon.engine.program.phases import BucketProgram
 from titan_muon.engine.program.program import Program, batches, make_program
 from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
@@ -94,11 +85,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
 
 
 def iteration_bytes(plan: Plan, parts: list[list[Matrix]]) -> int:
-    """In bfloat16 X, the next X, X Xᵀ and the polynomial of the largest stack.
-
-    The local matrices are a part, and so is each run. Of n matrices of a shape in a part, ceil(n / ceil(n / batch)) are
-    stacked.
-    """
+    """In bfloat16 X, the next X, X Xᵀ and the polynomial of the largest stack: ceil(n / ceil(n / batch)) matrices."""
     iteration = 0
     for together in parts:
         for (rows, cols, work), count in Counter((m.rows, m.cols, m.work) for m in together).items():
