@@ -159,6 +159,14 @@ def test_a_grid_has_every_recipe_and_value_seed_by_seed(capsys: Capture) -> None
     assert (recipe.muon.lr, recipe.adamw.lr, recipe.debug.seed, recipe.data.seed) == (3e-3, 3e-3, 5, 5)
 
 
+def test_a_stopped_run_did_not_fail_and_the_sweep_says_how_to_go_on(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.run", lambda command, check: subprocess.CompletedProcess(command, 0))
+    assert start("sweep", [DENSE, "muon.lr=1e-3", "--dump_folder", str(tmp_path)]) == 1
+    assert "[1/1] llama_muon muon.lr=1e-3: stopped; repeat it to go on" in capsys.readouterr().err
+
+
 SMALL = (
     "--training.steps 4 --training.seq_len 64 --training.global_batch_size 1 --validator.freq 4 --validator.steps 1 "
     "--metrics.log_freq 1 --checkpoint.freq 2 --data.source files --data.validation_fraction 0.3"

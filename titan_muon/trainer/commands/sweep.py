@@ -99,7 +99,7 @@ def sweep(runs: Sequence[Run]) -> int:
         # Ctrl-C reaches both: the trainer saves, and the sweep waits for it.
         code = subprocess.run(run.command, check=False).returncode
         if code != 0 or run.finished() is None:
-            failed.append(f"{place}: failed with exit code {code}")
+            failed.append(f"{place}: " + (f"failed with exit code {code}" if code else "stopped; repeat it to go on"))
     folders = [folder for run in runs if (folder := run.finished()) is not None]
     for line in failed:
         print(line, file=sys.stderr)
