@@ -75,7 +75,7 @@ train: venv
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=$(NPROC) train.py --config $(CONFIG) $(ARGS)
 
 soak: venv
-	TITAN_MUON_SOAK_STEPS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 3600 tests/dist/titan/test_restart.py -k random $(ARGS)
+	TITAN_MUON_SOAK_STEPS=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 3600 tests/dist/titan/test_train_py.py -k "random and one" $(ARGS)
 
 check: lint types
 

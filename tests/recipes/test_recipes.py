@@ -135,7 +135,9 @@ SHOWN = [
     (f"llama_muon here {BATCH}", "planned for CPUs.*estimate for 1 rank of cpu"),
     (f"llama_muon 64 {BATCH} --device cpu", "planned for CPUs.*estimate for 64 ranks of cpu"),
     (f"qwen_moe_muon 16 {BATCH} --machine.name h100x8", r"memory +fits: [\d.]+ GiB of 79.0 GiB"),
-    (f"qwen_moe_muon 16 {BATCH}", r"a step takes [\d.]+ \w+, and with AdamW for all parameters"),
+    (f"qwen_moe_muon 16 {BATCH}", r"a step takes [\d.]+ \w+, and with AdamW for all parameters.*too small for a share"),
+    ("llama3_8b_muon 64", r"[\d.]+ % over the products of [\d,]+ tokens in 8 passes, [\d.]+ s at 57 % of "),
+    (f"llama_muon here {BATCH}", "not % over the products"),
     # Another machine has files.
     (f"qwen_moe_muon 16 {BATCH} {FILES}", "would be refused.*data.tokenizer_path = 'absent' has no tokenizer.json"),
 ]

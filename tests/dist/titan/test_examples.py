@@ -1,4 +1,4 @@
-"""Examples: TorchTitan's own trainer with our optimizer, torch.optim.Muon in a recipe, and a policy that learns."""
+"""TorchTitan's own trainer and stages with our optimizer; torch.optim.Muon in a recipe; a policy that learns."""
 
 import importlib
 import logging
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import models
 from examples.rl_loop import train as train_policy
@@ -22,6 +25,7 @@ from tests.dist.harness import on_ranks, run_ranks
 from tests.shared import equal, local
 from titan_muon.trainer.data import files
 from titan_muon.trainer.recipe.sections import Data
+from titan_muon.trainer.torchtitan import compat
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "torchtitan"
@@ -65,8 +69,6 @@ def small_config() -> Any:
 
 
 def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tuple[str, ...]) -> list[str]:
-    """The lines that the rank logs."""
-
     real = files._python_files()
     files._python_files = lambda: {name: real[name] for name in sorted(real)[:20]}
     flavors = models._family("qwen3").FLAVORS
@@ -86,8 +88,7 @@ def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tu
 
 
 def losses(lines: list[str]) -> dict[int, float]:
-    found = (re.search(r"step: +(\d+) +loss: +([\d.]+)", line) for line in lines)
-    return {int(match[1]): float(match[2]) for match in found if match}
+    return {int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) +loss: +([\d.]+)", "\n".join(lines))}
 
 
 def trained(layout: str, folder: Path) -> list[str]:
@@ -97,7 +98,6 @@ def trained(layout: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of one rank."""
     return losses(run_ranks(train, 1, tmp_path_factory.mktemp("one"), 1, (), timeout=500)[0])
 
 
@@ -118,7 +118,6 @@ def test_torchtitans_trainer_trains_saves_and_continues(
 
 
 def losses_of(folder: Path, name: str, config: Path, *words: str) -> dict[int, float]:
-    """The loss of each step of a run of 3 steps."""
     command = [sys.executable, "train.py", f"--config={config}", *words, f"--name={name}", f"--dump_folder={folder}"]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
@@ -154,3 +153,41 @@ def test_the_policy_learns_and_offload_between_phases_changes_no_bit(rank: int) 
     assert sum(rewards[-5:]) / 5 > 0.5 > 0.1 > sum(rewards[:5]) / 5
     assert rewards == kept
     assert equal(map(local, policy.parameters()), map(local, other.parameters()))
+
+
+# TorchTitan on ranks: pipeline stages without names of the whole model, and a replaced collective.
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ends_alone", [False, True])
+def test_a_stage_has_the_rules_of_the_whole_model(rank: int, ends_alone: bool) -> None:
+    """A rule for one stage is not refused on another stage, also one without a matrix, and has a group on each."""
+    from tests.unit.titan.assign.test_optimizers import Model, names
+    from titan_muon.options import Rule
+    from titan_muon.trainer.assign.container import HybridOptimizers
+
+    slow = Rule(match="layers.1.wq.*", optimizer="muon", options={"lr": 0.5})
+    config = HybridOptimizers.Config(rules=(slow,), tables={"muon": {"lr": 1e-3}, "adamw": {"lr": 1e-3}})
+    first = Model(hidden=False) if ends_alone else Model(layers=1)
+    part = first if rank == 0 else Model(layers=1, first=1, ends=False)
+    fully_shard(part, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "fsdp"))["fsdp"])
+    queries, outputs = ({f"layers.{rank}.{name}.weight"} for name in ("wq", "wo"))
+    groups = names(HybridOptimizers(config, model_parts=[part]))["muon"]
+    if ends_alone:
+        assert groups == ([queries, outputs] if rank else [set(), set()])
+    else:
+        assert groups == ([outputs, queries] if rank else [queries | outputs, set()])
+
+
+@on_ranks(2)
+def test_spmd_types_exchanges_pieces_of_any_size_on_gloo(rank: int) -> None:
+    compat.install()
+    import spmd_types._dist as spmd_dist
+
+    # Rank r sends 1 + r rows to rank 0 and 3 rows to rank 1, each row with the sender's number.
+    rows = [[1, 3], [2, 3]]
+    inputs = [torch.full((count, 2), float(rank)) for count in rows[rank]]
+    outputs = [torch.empty(rows[sender][rank], 2) for sender in range(2)]
+    spmd_dist.dist.all_to_all(outputs, inputs, group=torch.distributed.group.WORLD)
+    assert spmd_dist.dist.get_world_size() == 2
+    assert all(torch.equal(piece, torch.full_like(piece, float(sender))) for sender, piece in enumerate(outputs))

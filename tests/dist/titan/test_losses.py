@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import models
@@ -114,7 +115,6 @@ def row(name: str, ranks: int, model: str, text: str = "", then: tuple[int, str]
 
 
 def staged(name: str, ranks: int, model: str, text: str = "") -> Row:
-    """A row of two pipeline stages."""
     size = ranks // 2
     places = (f"rank {at}" if size == 1 else f"ranks {at * size} to {at * size + size - 1}" for at in range(2))
     says = tuple(f"pipeline rank {at} of 2, {place}: " for at, place in enumerate(places))
@@ -205,12 +205,8 @@ class Run:
         if not last.is_dir():
             return {}
         dcp_to_torch_save(last, to)
-        return dict(flat(torch.load(to, weights_only=False)))
-
-
-def flat(state: dict[str, Any], before: str = "") -> list[tuple[str, torch.Tensor]]:
-    nested = [flat(v, f"{before}{n}.") if isinstance(v, dict) else [(before + n, v)] for n, v in state.items()]
-    return [pair for pairs in nested for pair in pairs if isinstance(pair[1], torch.Tensor)]
+        flat, _ = flatten_state_dict(torch.load(to, weights_only=False))
+        return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
 
 
 def run(rank: int, world_size: int, path: str, overrides: list[str]) -> Run:
@@ -291,7 +287,6 @@ def test_a_recipe_has_the_losses_of_its_reference(row: Row, trained: Train, tmp_
 
 
 def test_hugging_face_weights_are_written_and_read(trained: Train) -> None:
-    """The other placement starts where the first has ended."""
     from safetensors import safe_open
 
     hf = "checkpoint.last_save_model_only=true checkpoint.last_save_in_hf=true muon=owned"

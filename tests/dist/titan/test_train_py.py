@@ -1,18 +1,16 @@
-"""train.py for a user: exit codes, one line for a mistake, and requested ends."""
+"""train.py for a user: exit codes, one line for a mistake, requested ends, and the restart after a killed rank."""
 
 import os
+import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
 from tests.dist.harness import run_program
@@ -34,7 +32,6 @@ def start(launcher: Sequence[str], file: Path, *words: str, stdout: int = subpro
 
 
 def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
-    """The process of a rank started by torchrun."""
     shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
     return sorted(int(pid) for pid in shown.split())[local_rank]
 
@@ -44,16 +41,14 @@ def run_folder(folder: Path) -> Path:
     return runs / (runs / "latest").read_text().strip()
 
 
-def stop_after_first_step(process: subprocess.Popen[str], kill: object) -> str:
-    """Call `kill` after the first logged step; returns the later output."""
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
     assert process.stdout is not None
     before = ""
     for line in process.stdout:
         before += line
-        if line.startswith("step ") and " 1/" in line:
-            kill()  # type: ignore[operator]
-            return process.communicate(timeout=120)[0]
-    raise AssertionError(f"the run ended before its first step:\n{before}")
+        if re.search(pattern, line):
+            return before
+    raise AssertionError(f"no line has {pattern!r}:\n{before}")
 
 
 KEYS = ("training.steps", "lr_scheduler.total_steps", "validator.freq", "checkpoint.freq")
@@ -63,22 +58,23 @@ LONG = tuple(f"--{key}=5000" for key in KEYS)
 def test_sigterm_stops_every_rank_at_the_same_step_with_a_complete_checkpoint(tmp_path: Path) -> None:
     """SIGTERM arrives at different times on the workers. The exit code is 0."""
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
-
-    shown = stop_after_first_step(process, lambda: os.kill(worker(process, 1), signal.SIGTERM))
+    read_until(process, r"^step +1/")
+    os.kill(worker(process, 1), signal.SIGTERM)
+    shown = process.communicate(timeout=120)[0]
     assert process.returncode == 0, shown
-    assert "stopped after step" in shown
     assert "Traceback" not in shown
-    steps = [path.name for path in (run_folder(tmp_path) / "checkpoint").iterdir()]
-    assert len(steps) == 1
-    last = f"stopped after step {steps[0].removeprefix('step-')} of 5000: saved; "
+    (step,) = (run_folder(tmp_path) / "checkpoint").iterdir()
+    last = f"stopped after step {step.name.removeprefix('step-')} of 5000: saved; "
     assert shown.splitlines()[-1] == f"{last}the same command with --checkpoint.load latest continues"
-    assert (run_folder(tmp_path) / "checkpoint" / steps[0] / ".metadata").is_file()
+    assert (step / ".metadata").is_file()
 
 
 def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
     """Ctrl-C of one process without torchrun exits with 0."""
     process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
-    shown = stop_after_first_step(process, lambda: process.send_signal(signal.SIGINT))
+    read_until(process, r"^step +1/")
+    process.send_signal(signal.SIGINT)
+    shown = process.communicate(timeout=120)[0]
     assert process.returncode == 0, shown
     assert "nothing is saved (checkpoint.enable = false)" in shown
     assert "Traceback" not in shown
@@ -87,14 +83,13 @@ def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--training.stepz=3",), "training.steps"),
-        (("--checkpoint.load=no/such/folder",), "no such folder"),
-        (("--data.files=no/such/*.txt",), "error: command line: data.files"),
+        ("--training.stepz=3", "training.steps"),
+        ("--checkpoint.load=no/such/folder", "no such folder"),
+        ("--data.files=no/such/*.txt", "error: command line: data.files"),
     ],
 )
-def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    """For mistakes found while the recipe is read and while the run is built."""
-    code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
+def test_a_mistake_prints_a_single_line_and_exits_with_2(words: str, expected: str, tmp_path: Path) -> None:
+    code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), words)
     assert code == 2, shown
     errors = [line for line in shown.splitlines() if "error" in line]
     assert len(errors) == 1
@@ -105,7 +100,7 @@ def test_a_mistake_prints_a_single_line_and_exits_with_2(words: tuple[str, ...],
 
 
 def test_a_diverged_model_is_never_saved(tmp_path: Path) -> None:
-    """Between two reports of the loss, the checkpoints of a run have finite weights alone."""
+    """Between two reports of the loss, no step with such weights is saved."""
     often = ("--metrics.log_freq=9", "--checkpoint.enable=true", "--checkpoint.freq=1", "--training.steps=6")
     words = ("--adamw.lr=1e30", *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
     code, shown = run_program("train.py", "--config", str(tiny.write_recipe(tmp_path)), *words)
@@ -114,17 +109,9 @@ def test_a_diverged_model_is_never_saved(tmp_path: Path) -> None:
     assert "Traceback" not in shown
     (reason,) = tiny.records(run_folder(tmp_path), "diverged").values()
     assert str(reason) in shown, "one record, and one error in the same words"
-    assert "weights are not finite or larger than 1e+06" in shown
-    assert "Lower the learning rates" in shown
+    assert re.search(r"weights are not finite or larger than 1e\+06.*Lower the learning rates", shown)
     assert "documents of data.files with " in shown, "each start says what it reads"
-    for checkpoint in (run_folder(tmp_path) / "checkpoint").glob("step-*"):
-        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-        kinds = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
-        loaded: dict[str, Any] = {
-            key: torch.empty(value.size, dtype=value.properties.dtype) for key, value in kinds.items()
-        }
-        dcp.load(loaded, checkpoint_id=checkpoint, no_dist=True)
-        assert all(bool(tensor.isfinite().all()) for tensor in loaded.values() if tensor.is_floating_point())
+    assert not list((run_folder(tmp_path) / "checkpoint").glob("step-*"))
 
 
 DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_freq=9", "--validator.freq=1")
@@ -138,7 +125,6 @@ DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_f
     ],
 )
 def test_the_end_of_two_ranks_is_printed_once(words: tuple[str, ...], expected: str, code: int, tmp_path: Path) -> None:
-    """For a refusal and a divergence."""
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *words)
     shown = process.communicate(timeout=240)[0]
     assert process.returncode != 0
@@ -150,3 +136,71 @@ def test_the_end_of_two_ranks_is_printed_once(words: tuple[str, ...], expected: 
     assert len(runs) == (code == 1), "a refused run leaves no folder"
     if code == 1:
         assert next(iter(tiny.records(runs[0], "diverged").values())) in shown
+
+
+# Killed and stopped ranks
+
+# Bfloat16 products are slow on many CPUs.
+FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.freq=2", "--muon.expert.ns_dtype=float32")
+
+
+def start_nodes(file: Path, *words: str) -> tuple[subprocess.Popen[str], ...]:
+    """Two nodes with a rank on each; the second has the output of both."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    node = (*TORCHRUN[:3], "--nproc_per_node=1", "--nnodes=2", "--rdzv-backend=c10d", meeting, "--rdzv-id=job")
+    reader, writer = os.pipe()
+    first, second = (start([*node, "--max-restarts=9"], file, *words, stdout=writer) for _ in range(2))
+    os.close(writer)
+    second.stdout = os.fdopen(reader)
+    return first, second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+def test_a_run_with_kills_at_random_moments_has_the_digits_of_an_undisturbed_run(tmp_path: Path, nodes: int) -> None:
+    """A random rank is killed with kill -9 once, and once more for each 250 steps. `make soak` trains 2,000 steps.
+
+    A dense model, because the expert counts of a batch change its losses in the last digits.
+    """
+    steps, draw = int(os.environ.get("TITAN_MUON_SOAK_STEPS", "6")), random.Random(0)
+    kills = sorted(draw.sample(range(2, steps - 1), max(1, steps // 250)))
+    recipe = tiny.write_recipe(tmp_path)
+    words = (*FEW, "--model.name=llama3", "--model.flavor=tiny", f"--training.steps={steps}")
+    words = (*words, f"--lr_scheduler.total_steps={steps}")
+    losses = []
+    for due in ([], kills):
+        named = (*words, f"--name=kills{len(due)}")
+        single = (*TORCHRUN, f"--max-restarts={len(due)}")
+        launchers = start_nodes(recipe, *named) if due and nodes == 2 else (start(single, recipe, *named),)
+        shown = ""
+        for step in due:
+            shown += read_until(launchers[-1], rf"^step +{step}/")
+            rank = draw.randrange(2)
+            os.kill(worker(launchers[rank % len(launchers)], -1 if nodes == 2 else rank), signal.SIGKILL)
+            shown += f"killed rank {rank}\n"
+        shown += launchers[-1].stdout.read()  # type: ignore[union-attr]
+        assert [launcher.wait(timeout=300) for launcher in launchers] == [0] * len(launchers), shown
+        (folder,) = (path.parent for path in tmp_path.glob(f"runs/kills{len(due)}/*/metrics.jsonl"))
+        losses.append(tiny.records(folder, "loss"))
+    assert list(losses[0]) == list(range(1, steps + 1))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_job_with_a_stopped_rank_ends_and_names_it_once(tmp_path: Path) -> None:
+    """torchrun waits for 30 s for a process in SIGSTOP."""
+    words = ("--validator.enable=false", "--comm.train_timeout_seconds=5", "--training.steps=500")
+    words += ("--lr_scheduler.total_steps=500", "--muon.expert.ns_dtype=float32")
+    process = start(TORCHRUN, tiny.write_recipe(tmp_path), *words)
+    shown = read_until(process, r"^step +2/")
+    stopped = worker(process, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        shown += process.communicate(timeout=300)[0]
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    (line,) = [line for line in shown.splitlines() if "gives no sign of life" in line]
+    assert f"rank 1 (process {stopped} on " in line

@@ -25,9 +25,7 @@ class _Encoding(int):
         return int(self) == getattr(other, "value", other)
 
 
-Allowed = Mapping[tuple[str, str], Any]
-"""Objects that a pickle may name, by module and name."""
-METADATA: Allowed = {
+METADATA: Mapping[tuple[str, str], Any] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{
         (kind.__module__, kind.__qualname__): kind
@@ -49,7 +47,7 @@ METADATA: Allowed = {
     },
     (dcp_metadata.__name__, "_MEM_FORMAT_ENCODING"): _Encoding,
 }
-"""Allowed in `.metadata`."""
+"""Objects that `.metadata` may name, by module and name."""
 
 
 class RefusedError(pickle.UnpicklingError):
@@ -57,16 +55,12 @@ class RefusedError(pickle.UnpicklingError):
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, allowed: Allowed) -> None:
-        super().__init__(file)
-        self._allowed = allowed
-
     def find_class(self, module: str, name: str) -> Any:
         # Path moved within the standard library in Python 3.13.
         key = ("pathlib" if module == "pathlib._local" else module, name)
-        if key not in self._allowed:
+        if key not in METADATA:
             raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
-        return _constructor(self._allowed[key])
+        return _constructor(METADATA[key])
 
 
 def _constructor(value: Any) -> Any:
@@ -89,7 +83,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = _SafeUnpickler(file, METADATA).load()
+            metadata = _SafeUnpickler(file).load()
         assert isinstance(metadata, Metadata), f".metadata holds a {type(metadata).__name__}"
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

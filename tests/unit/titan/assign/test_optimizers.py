@@ -59,26 +59,9 @@ def container(of: Recipe, *parts: nn.Module) -> HybridOptimizers:
     return HybridOptimizers(optimizer_config(of), model_parts=list(parts) if parts else [Model()])
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "problem"),
-    [
-        ("algorithm", "normoun", "= 'normoun' is unknown; did you mean 'normuon'"),
-        ("algorithm", ("normuon", "adamuon"), "take one of them"),
-        ("ns_coefficients", ((100.0, 2.0, 3.0),), "has no margin for rounding in float32"),
-    ],
-)
-def test_an_option_of_a_rule_is_refused_at_its_place(option: str, value: object, problem: str) -> None:
-    with pytest.raises(RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{option} .*{problem}"):
-        optimizer_config(recipe(rule("*.wq.*", "muon", lr=0.1), rule("*.wo.*", "muon", **{option: value})))
-
-
 def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
-    """The names in each group of each optimizer."""
     pairs = zip(optimizers.parts.groups, optimizers.optimizers, strict=True)
     return {name: [set(group["param_names"]) for group in taker.param_groups] for name, taker in pairs}
-
-
-# Groups, options and tags
 
 
 def test_the_default_rules_make_a_group_per_optimizer_and_one_of_vectors_without_weight_decay() -> None:
@@ -127,17 +110,6 @@ def test_options_of_a_whole_optimizer_reach_the_optimizer() -> None:
         assert adamw.offloaded == muon._options.offload == offload
 
 
-def test_frozen_parameters_are_excluded() -> None:
-    model = Model()
-    model.get_parameter("layers.0.wq.weight").requires_grad_(False)
-    model.get_parameter("output.weight").requires_grad_(False)
-    optimizers = container(recipe(), model)
-    assert names(optimizers) == {
-        "adamw": [TABLES - {"output.weight"}, NORMS],
-        "muon": [HIDDEN - {"layers.0.wq.weight"}],
-    }
-
-
 @pytest.mark.parametrize("taker", ["adamw", "muon"])
 def test_the_recipe_selects_the_optimizer_of_the_router(taker: str) -> None:
     model = Model()
@@ -145,33 +117,50 @@ def test_the_recipe_selects_the_optimizer_of_the_router(taker: str) -> None:
     assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
 
 
-# Refusals
-
 NORMS_TO_ADAMW = rule("*.norm.*", "adamw")
+THEIRS = rule("*.norm.*", "their_sgd", lr=0.5, foreach=True)
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("rules", "message"),
     [
-        (rule("*.wq.*", "muon", exchange="all_gather"), r"options\.exchange: .* set muon\.expert\.exchange$"),
-        (rule("*.wq.*", "muon", buffer_gib=2.0), r"options\.buffer_gib: .* set muon\.expert\.buffer_gib$"),
-        (rule("*.wq.*", "adamw", fused=True), r"options\.fused: .* set adamw\.fused$"),
-        (rule("*.wo.*", "muno"), "optimizer = 'muno' is unknown; did you mean 'muon'"),
-        (rule("*.wq.*", "muon", dampening=0.1), r"options\.dampening: muon has no such option; it takes lr, momentum"),
-        (rule("tok_*", "their_sgd", momentun=0.8), r"options\.momentun: their_sgd has no such option; .* lr"),
-        (rule("tok_*", "their_sgd", params=0.8), r"options\.params: their_sgd has no such option; .* lr"),
+        (
+            [NORMS_TO_ADAMW, rule("*.wq.*", "muon", algorithm="normoun")],
+            "options.algorithm = 'normoun' is unknown; did",
+        ),
+        (
+            [NORMS_TO_ADAMW, rule("*.wq.*", "muon", algorithm=("normuon", "adamuon"))],
+            "options.algorithm .* one of them",
+        ),
+        (
+            [NORMS_TO_ADAMW, rule("*.wq.*", "muon", ns_coefficients=((100.0, 2.0, 3.0),))],
+            "options.ns_coeff.* no margin",
+        ),
+        (
+            [NORMS_TO_ADAMW, rule("*.wq.*", "muon", exchange="all_gather")],
+            "options.exchange: .* set muon.expert.exchange$",
+        ),
+        ([NORMS_TO_ADAMW, rule("*.wq.*", "adamw", fused=True)], "options.fused: .* set adamw.fused$"),
+        ([NORMS_TO_ADAMW, rule("*.wo.*", "muno")], "optimizer = 'muno' is unknown; did you mean 'muon'"),
+        (
+            [NORMS_TO_ADAMW, rule("*.wq.*", "muon", dampening=0.1)],
+            "options.dampening: muon has no such option; it takes lr",
+        ),
+        (
+            [NORMS_TO_ADAMW, rule("tok_*", "their_sgd", momentun=0.8)],
+            "options.momentun: their_sgd has no such option; .*lr",
+        ),
+        (
+            [NORMS_TO_ADAMW, rule("tok_*", "their_sgd", params=0.8)],
+            "options.params: their_sgd has no such option; .*lr",
+        ),
+        ([THEIRS, rule("tok_*", "their_sgd", lr=0.5, foreach=False)], "options.foreach: .* an earlier rule says True"),
     ],
 )
 @pytest.mark.usefixtures("sgd")
-def test_an_option_that_a_rule_cannot_set_is_refused_with_the_rule(second: sections.Rule, message: str) -> None:
+def test_an_option_that_a_rule_cannot_set_is_refused_at_its_place(rules: list[sections.Rule], message: str) -> None:
     with pytest.raises(RecipeError, match=rf"^optimizer\.rule\[1\]\.{message}"):
-        container(recipe(NORMS_TO_ADAMW, second))
-
-
-def test_rules_with_different_shared_options_are_refused(sgd: str) -> None:
-    of = recipe(rule("*.norm.*", sgd, lr=0.5, foreach=True), rule("tok_*", sgd, lr=0.5, foreach=False))
-    with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.options\.foreach: .* an earlier rule says True"):
-        container(of)
+        container(recipe(*rules))
 
 
 def test_a_model_without_muon_parameters_is_refused_unless_rules_name_every_parameter() -> None:
@@ -256,19 +245,14 @@ def test_every_stage_has_the_groups_of_the_whole_model() -> None:
     ]
     assert stages[0].learning_rates() == stages[1].learning_rates()
     assert {a.fqn for a in stages[1].assignments} == {name for name, _ in second.named_parameters()}
-
-
-def test_rules_are_judged_by_the_whole_model() -> None:
-    stage = Model(hidden=False)
-    with pytest.raises(RecipeError, match="takes no parameter"):
-        container(recipe(rule("*.wq.*", "muon", lr=0.5)), stage)
-    config = optimizer_config(recipe(rule("layers.7.*", "adamw"), stages=2), whole_model())
+    # A rule may match no parameter of the first stage, but not of the whole model.
     with pytest.raises(RecipeError, match=r"'layers\.7\.\*' takes no parameter"):
-        HybridOptimizers(config, model_parts=[stage])
+        HybridOptimizers(
+            optimizer_config(recipe(rule("layers.7.*", "adamw"), stages=2), whole_model()), model_parts=[first]
+        )
 
 
 def test_splits_are_judged_by_the_whole_model() -> None:
-    """A split may match only layers of one pipeline rank."""
     dims, lengths = "(h f) d -> h | f d", {"f": 2}
     of = recipe(stages=2)
     of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", dims=dims, lengths=lengths),)))

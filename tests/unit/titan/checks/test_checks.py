@@ -51,15 +51,10 @@ def test_a_rank_at_a_wrong_place_in_the_text_is_named() -> None:
         check_places(5, (12, 10), None)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tokens_per_expert_E", torch.zeros(4))
-
-
 def test_dead_experts_are_reported_once_until_the_next_token() -> None:
     """No token in the reports of 100 steps. Counts are per step, because the buffers may not be cleared."""
-    layer = Layer()
+    layer = nn.Module()
+    layer.register_buffer("tokens_per_expert_E", torch.zeros(4))
     loads = ExpertLoads([nn.Sequential(layer)], None, torch.device("cpu"))
     lines = {}
     for step in range(10, 400, 10):

@@ -5,13 +5,11 @@ from math import prod
 
 import pytest
 
-from titan_muon.assignment.optimizer_set import OptimizerSet
 from titan_muon.assignment.rules import Assignment
 from titan_muon.forecast.memory import Memory
 from titan_muon.planner.machine import MACHINES
-from titan_muon.trainer.dry_run.meta_model import MetaModel
 from titan_muon.trainer.dry_run.training import TRAINING_SHARE, ModelSize, Passes, PassMemory, Training
-from titan_muon.trainer.dry_run.verdict import Verdict, memory_parts, verdict_lines
+from titan_muon.trainer.dry_run.verdict import Verdict, memory_parts
 from titan_muon.trainer.recipe import Recipe
 from titan_muon.trainer.recipe.sections import ActivationCheckpoint
 
@@ -20,7 +18,6 @@ GIB = 2**30
 
 
 def llama3_8b(layers: int = 32) -> list[Assignment]:
-    """The matrices of Llama 3 8B."""
     shapes = {
         "attention.wq": (4096, 4096),
         "attention.wk": (1024, 4096),
@@ -111,29 +108,3 @@ def test_the_peak_is_the_maximum_of_backward_and_step() -> None:
 
 def test_the_overhead_compares_with_a_step_of_adamw() -> None:
     assert verdict(GIB).overhead == pytest.approx((0.025 - 0.01) / (2.5 + 0.01))
-
-
-def shown_lines(judged: Verdict) -> list[str]:
-    """The printed verdict of a small model."""
-    whole = tuple(llama3_8b(layers=1))
-    meta = MetaModel(8, range(8), "cuda", {}, OptimizerSet(whole, whole, {}, {}, (), ()), None, 0, SIZE)
-    return [*verdict_lines(judged, meta, H100)]
-
-
-def lines(capacity: int) -> str:
-    """The printed verdict on a GPU of `capacity` bytes, or on a CPU."""
-    return "\n".join(shown_lines(replace(verdict(GIB), capacity=capacity)))
-
-
-def test_both_show_two_steps_and_a_gpu_the_overhead() -> None:
-    for shown in (lines(0), lines(79 * GIB)):
-        assert "a step takes 25 ms, and with AdamW for all parameters 10 ms (" in shown
-    assert "% over the products" not in lines(0)
-    assert "0.60 % over the products of 1,024 tokens in 1 pass, 2.50 s at 57 % of " in lines(79 * GIB)
-
-
-def test_a_toy_model_has_no_share() -> None:
-    toy = replace(verdict(GIB), training=replace(verdict(GIB).training, seconds=1e-4))
-    (line,) = [line for line in shown_lines(toy) if "products" in line]
-    assert "longer than the products of 1,024 tokens" in line
-    assert "too small for a share" in line

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -21,21 +22,14 @@ from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.run_folder import LOCK_FILE, FolderLock
 
 ROOT = Path(__file__).parents[4]
+SHORT = timedelta(seconds=20)
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
-
-
-def test_a_single_process_gets_an_environment_and_listens_on_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    describe_world()
-    assert set(os.environ) == LAUNCHER
-    assert os.environ["WORLD_SIZE"] == "1"
-    assert isinstance(store_of_ranks(SHORT), dist.HashStore)
 
 
 def test_a_launchers_environment_is_kept_and_several_srun_tasks_without_a_launcher_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error has the right command; a single task trains."""
+    """The error has the right command; a single task trains, and listens on no port."""
     launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"}
     monkeypatch.setattr(os, "environ", dict(launched))
     describe_world()
@@ -46,13 +40,11 @@ def test_a_launchers_environment_is_kept_and_several_srun_tasks_without_a_launch
     os.environ["SLURM_STEP_NUM_TASKS"] = "1"
     describe_world()
     assert set(os.environ) >= LAUNCHER
-
-
-SHORT = timedelta(seconds=20)
+    assert os.environ["WORLD_SIZE"] == "1"
+    assert isinstance(store_of_ranks(SHORT), dist.HashStore)
 
 
 def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
-    """Stores of the ranks of an attempt; the last rank arrives first."""
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
         return [future.result() for future in futures]
@@ -70,13 +62,12 @@ def test_an_attempt_does_not_read_keys_of_an_earlier_attempt() -> None:
     assert all(store.get("address") == b"new" for store in second)
 
 
-def test_the_timeout_names_missing_ranks() -> None:
-    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not arrived"):
-        store_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+@pytest.mark.parametrize(("rank", "problem"), [(0, r"ranks \[1, 2\] have"), (1, "rank 0 has")])
+def test_the_timeout_names_missing_ranks(rank: int, problem: str) -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(TimeoutError, match="rank 0 has not arrived"):
-        store_of_attempt(store, 1, 3, timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match=f"{problem} not arrived"):
+        store_of_attempt(store, rank, 3, timedelta(seconds=0.1))
 
 
 def test_the_next_attempt_finds_the_run_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +94,6 @@ HEARTBEAT, SECOND = Heartbeat(host="node-a", pid=7, stage=5, beat=9), "rank 1 (p
     ],
 )
 def test_late_ranks_are_named(second: Heartbeat | None, silent: set[int], expected: str) -> None:
-    """Ranks without a sign of life, or behind; no rank while all are at the same place, as in a long save."""
     heartbeats = {0: HEARTBEAT} if second is None else {0: HEARTBEAT, 1: second}
     assert late_ranks(heartbeats, silent, 2) == expected
 
@@ -115,7 +105,6 @@ def stop(*ranks: Watchdog) -> None:
 
 
 def test_a_silent_rank_is_named_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One of three ranks with a common store stops."""
     store = dist.HashStore()
     ranks = [Watchdog(store, rank, 3, first_timeout=2, timeout=2) for rank in range(3)]
     monkeypatch.setattr(Watchdog, "_heartbeat", lambda self: Heartbeat("h", 100 + self._rank, self._stage, self._beat))
@@ -144,34 +133,28 @@ def test_a_rank_that_ended_is_named_by_a_rank_that_fails(capfd: pytest.CaptureFi
 
 def test_the_first_timeout_lasts_until_the_end_of_the_first_step() -> None:
     rank = Watchdog(dist.HashStore(), 0, 2, first_timeout=9, timeout=2)
-    limits = [rank.timeout]
-    for _ in range(3):
-        rank.advance()
-        limits.append(rank.timeout)
+    limits = [(rank.timeout, rank.advance())[0] for _ in range(4)]
     assert limits == [9, 9, 2, 2], "before, in and after the first step, and in the second"
 
 
 HOLD = """
 import sys, time
 from titan_muon.trainer.run_folder import FolderLock
-with FolderLock() as lock:
-    lock.take(sys.argv[1])
-    print("taken", flush=True)
-    time.sleep(60)
+lock = FolderLock()
+lock.take(sys.argv[1])
+print("taken", flush=True)
+time.sleep(60)
 """
 
 
 def test_a_second_job_in_a_folder_is_refused_until_the_first_ends(tmp_path: Path) -> None:
-    """A second job must be refused with the holder's process and host, and let in once the first was killed."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder, FolderLock() as lock:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "taken\n"
-        with FolderLock() as lock, pytest.raises(RecipeError, match=rf"in use by process {holder.pid} on "):
+        with pytest.raises(RecipeError, match=rf"in use by process {holder.pid} on "):
             lock.take(str(tmp_path))
-    finally:
         holder.kill()
-        holder.communicate()
     with FolderLock() as lock:
         lock.take(str(tmp_path))
         assert f"process {os.getpid()} on " in (tmp_path / LOCK_FILE).read_text()
@@ -182,10 +165,7 @@ def test_a_file_system_without_locks_causes_a_warning(
 ) -> None:
     """For example Lustre without flock: the user learns of the missing protection."""
 
-    def unlocked(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.lockf", unlocked)
+    monkeypatch.setattr("fcntl.lockf", mock.Mock(side_effect=OSError(38, "Function not implemented")))
     with FolderLock() as lock:
         lock.take(str(tmp_path))
     shown = capsys.readouterr().out

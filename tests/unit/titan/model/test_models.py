@@ -1,5 +1,6 @@
-"""The models: names, and Muon's matrices."""
+"""The models: sizes, Muon's matrices, and initial values, of pipeline stages too."""
 
+import dataclasses
 import importlib
 import re
 import sys
@@ -7,11 +8,16 @@ from collections import Counter
 
 import pytest
 import torch
+from torchtitan.distributed.pipeline_parallel import _split_module
 
 import models  # noqa: F401 (registers the families)
 from tests.unit.titan.model.batches import initialized
 from titan_muon import registry
+from titan_muon.trainer.model.parallelize import with_placement
+from titan_muon.trainer.model.pipeline import init_within
 from titan_muon.trainer.model.spec import model_spec
+from titan_muon.trainer.recipe import Recipe
+from titan_muon.trainer.recipe.torchtitan_sections import Parallelism
 
 # Published sizes; see the sources in each family's module. Parameters, matrices, and every matrix inside the layers
 # except the router's, as `COUNT of ROWSxCOLUMNS`. `xSTACK` follows for a stack of experts in one parameter.
@@ -111,3 +117,54 @@ def test_initial_values_have_the_stated_deviation(key: str) -> None:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
             assert 0.004 < parameter.std().item() < 0.025, name
+
+
+# Stages of a pipeline
+
+PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
+"""Of a model with four layers."""
+SEED = 7
+
+
+def started(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("llama3", "tiny"), ("qwen3", "moe_tiny"), ("deepseek_v3", "tiny")])
+def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> None:
+    with torch.device("meta"):
+        whole = model_spec(family, flavor).model.build()
+    expected, weights = started(initialized(model_spec(family, flavor).model, SEED)), {}
+    ends = [f"layers.{index}" for index in range(3, len(whole.layers))]
+    for number, names in enumerate((*PARTS[:2], ends, PARTS[3])):
+        part = _split_module(whole, list(names)).to_empty(device="cpu")
+        part.init_weights = lambda: None
+        # TorchTitan's seed of a stage.
+        torch.manual_seed(SEED + number)
+        stream = torch.get_rng_state()
+        with torch.no_grad():
+            init_within(whole, part, SEED)
+        assert torch.equal(torch.get_rng_state(), stream), "the stage goes on with its own seed"
+        assert "init_weights" not in vars(part), "the whole model is let go"
+        weights |= started(part)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
+    spec, parts = model_spec("llama3", "tiny"), []
+
+    def cut(model: torch.nn.Module, **_: object) -> tuple[object, ...]:
+        parts.append(_split_module(model, ["norm", "lm_head"]).to_empty(device="cpu"))
+        return None, parts, False, True
+
+    recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2))
+    with torch.device("meta"):
+        whole = spec.model.build()
+    with_placement(dataclasses.replace(spec, pipelining_fn=cut), recipe).pipelining_fn(whole)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        parts[0].init_weights(buffer_device=None)
+    alone = initialized(spec.model, recipe.debug.seed)
+    assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)

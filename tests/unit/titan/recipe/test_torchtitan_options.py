@@ -3,23 +3,12 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from torchtitan.components import quantization
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
-from torchtitan.components.quantization import (
-    Float8GroupedExpertsConverter,
-    Float8LinearConverter,
-    MXFP8GroupedExpertsConverter,
-    MXFP8LinearConverter,
-    NVFP4LinearConverter,
-)
-from torchtitan.components.validate import Validator
-from torchtitan.config import configs
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
-from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
 from titan_muon.trainer.recipe import schema
@@ -27,27 +16,21 @@ from titan_muon.trainer.recipe.sections import Recipe
 
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 HEADING = "## TorchTitan options without a recipe key\n"
-
+OWN = {"loss", "dump_folder", "checkpoint"}
+"""Tables and keys of a recipe that are no class of options of TorchTitan's trainer."""
 TABLES: dict[type, str] = {
-    configs.TrainingConfig: "training",
-    configs.ParallelismConfig: "parallelism",
-    configs.CompileConfig: "compile",
-    configs.CommConfig: "comm",
-    configs.DebugConfig: "debug",
-    LRSchedulersContainer.Config: "lr_scheduler",
-    OptimizersContainer.Config: "optimizer",
+    **{
+        kind: name
+        for name, hint in get_type_hints(Trainer.Config).items()
+        for kind in get_args(hint) or (hint,)
+        if name in get_type_hints(Recipe) and name not in OWN and kind is not NoneType
+    },
     CheckpointManager.Config: "checkpoint",
-    MetricsProcessor.Config: "metrics",
-    Validator.Config: "validator",
-    Profiler.Config: "profiler",
-    SelectiveAC.Config: "activation_checkpoint",
-    FullAC.Config: "activation_checkpoint",
-    MemoryBudgetAC.Config: "activation_checkpoint",
-    Float8LinearConverter.Config: "float8",
-    Float8GroupedExpertsConverter.Config: "float8",
-    MXFP8LinearConverter.Config: "mxfp8",
-    MXFP8GroupedExpertsConverter.Config: "mxfp8",
-    NVFP4LinearConverter.Config: "nvfp4",
+    **{
+        kind.Config: re.split("Linear|Grouped", name)[0].lower()
+        for name, kind in vars(quantization).items()
+        if re.match(r"[A-Z]+\w*\d(Linear|Grouped)\w*Converter", name)
+    },
 }
 """TorchTitan's classes and the recipe's table of the options."""
 

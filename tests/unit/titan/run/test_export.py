@@ -21,10 +21,6 @@ from titan_muon.trainer.recipe import Recipe, RecipeError
 transformers = pytest.importorskip("transformers")
 
 
-def as_it_is(model: Any) -> None:
-    """Change nothing."""
-
-
 def tied(model: Any) -> None:
     model.enable_weight_tying = True
 
@@ -45,22 +41,23 @@ def grouped(model: Any) -> None:
             layer.moe.router = replace(layer.moe.router, num_expert_groups=4, num_limited_groups=2, route_scale=2.5)
 
 
-FAMILIES: dict[str, tuple[str, str, Callable[[Any], None], str]] = {
-    "llama3": ("llama3", "tiny_64", as_it_is, "LlamaForCausalLM"),
-    "llama3 scaled": ("llama3", "tiny_64", scaled, "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "tiny", as_it_is, "Qwen3ForCausalLM"),
-    "qwen3 tied": ("qwen3", "tiny", tied, "Qwen3ForCausalLM"),
-    "qwen3 experts": ("qwen3", "moe_tiny", as_it_is, "Qwen3MoeForCausalLM"),
-    "deepseek_v3": ("deepseek_v3", "tiny", as_it_is, "DeepseekV3ForCausalLM"),
-    "deepseek_v3 grouped": ("deepseek_v3", "tiny", grouped, "DeepseekV3ForCausalLM"),
-}
-"""By name: family, flavor, change of TorchTitan's configuration, architecture in Transformers."""
+FAMILIES: list[tuple[str, str, Callable[[Any], None] | None, str]] = [
+    # Family, flavor, change of TorchTitan's configuration, architecture in Transformers.
+    ("llama3", "tiny_64", None, "LlamaForCausalLM"),
+    ("llama3", "tiny_64", scaled, "LlamaForCausalLM"),
+    ("qwen3", "tiny", None, "Qwen3ForCausalLM"),
+    ("qwen3", "tiny", tied, "Qwen3ForCausalLM"),
+    ("qwen3", "moe_tiny", None, "Qwen3MoeForCausalLM"),
+    ("deepseek_v3", "tiny", None, "DeepseekV3ForCausalLM"),
+    ("deepseek_v3", "tiny", grouped, "DeepseekV3ForCausalLM"),
+]
 
 
-def saved_model(recipe: Recipe, change: Callable[[Any], None] = as_it_is) -> SavedModel:
+def saved_model(recipe: Recipe, change: Callable[[Any], None] | None = None) -> SavedModel:
     """A model with random weights, as if trained."""
     spec = model_spec(recipe.model.name, recipe.model.flavor, vocab_size=recipe.model.vocab_size, on_cpu=True)
-    change(spec.model)
+    if change is not None:
+        change(spec.model)
     torch.manual_seed(0)
     model = spec.model.build()
     with torch.no_grad():
@@ -73,13 +70,12 @@ def saved_model(recipe: Recipe, change: Callable[[Any], None] = as_it_is) -> Sav
     return SavedModel(1, recipe, spec, model.eval(), torch.device("cpu"), tokenizer, None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "flavor", "change", "architecture"), FAMILIES)
 def test_transformers_has_the_logits_of_the_exported_model(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, flavor: str, change: Any, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # TorchTitan's experts multiply in bfloat16, which changes the choice of experts of later layers.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
-    name, flavor, change, architecture = FAMILIES[family]
     saved = saved_model(tiny.recipe(tmp_path, model__name=name, model__flavor=flavor), change)
     if name == "deepseek_v3":
         set_expert_bias(saved)
@@ -157,18 +153,19 @@ def test_lm_eval_measures_the_exported_folder(tmp_path: Path) -> None:
     saved = saved_model(tiny.recipe(tmp_path, model__name="llama3", model__flavor="tiny_64"))
     save(saved, tmp_path / "out", drop_expert_bias=False)
     choices = ["owner", "plan ahead", "1"]
-    best = [max(choices, key=lambda choice: log_likelihood(saved, question, choice)) for question in WORDS]
-    rows = [{"question": q, "choices": choices, "answer": choices.index(b)} for q, b in zip(WORDS, best, strict=True)]
+    best = [max(choices, key=lambda choice: log_likelihood(saved, question, choice)) for question in tiny.WORDS]
+    rows = [
+        {"question": q, "choices": choices, "answer": choices.index(b)} for q, b in zip(tiny.WORDS, best, strict=True)
+    ]
     rows[0]["answer"] = (rows[0]["answer"] + 1) % 3
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "ours.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
     manager = import_module("lm_eval.tasks").TaskManager(include_path=str(tmp_path), include_defaults=False)
     model = f"pretrained={tmp_path / 'out'},dtype=float32,add_bos_token=True"
     found = lm_eval.simple_evaluate("hf", model_args=model, tasks=["ours"], device="cpu", task_manager=manager)
-    assert found["results"]["ours"]["acc,none"] == pytest.approx(1 - 1 / len(WORDS))
+    assert found["results"]["ours"]["acc,none"] == pytest.approx(1 - 1 / len(tiny.WORDS))
 
 
-WORDS = tiny.WORDS
 TASK = """
 task: ours
 dataset_path: json

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import resource
 import signal
 import sys
 import time
@@ -25,14 +24,11 @@ from titan_muon.trainer.run.console import _Useful, set_up_logging
 from titan_muon.trainer.run.metrics import JsonLines, RunMetrics, tagged
 from titan_muon.trainer.run.signals import SAME_PRESS_SECONDS, StopSignals
 
-RATES = {"muon": 2e-3, "adamw": 1e-3}
-PHASES = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
-
 
 @pytest.fixture
 def measured() -> SimpleNamespace:
-    """The trainer's values of a logged step."""
-    values = {"lr": RATES, "memory_gib": 3.0, "phases": PHASES}
+    phases = {"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0}
+    values = {"lr": {"muon": 2e-3, "adamw": 1e-3}, "memory_gib": 3.0, "phases": phases}
     return SimpleNamespace(values=values, measure=lambda: dict(values), tokens=5120, bytes_per_token=None)
 
 
@@ -146,11 +142,6 @@ def test_only_a_terminal_has_a_progress_bar(
     assert (" 6/20 " in stream.getvalue()) == terminal
 
 
-def points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
 def test_tensorboard_has_the_recipe_and_hides_repeated_steps(tmp_path: Path) -> None:
     board = metrics.TensorBoard(tmp_path, 1, "[muon]\nlr = 0.5\n")
     for step in (1, 2, 3):
@@ -159,15 +150,15 @@ def test_tensorboard_has_the_recipe_and_hides_repeated_steps(tmp_path: Path) -> 
     again = metrics.TensorBoard(tmp_path, 3, "")
     again.log({"loss": 1.5, "val_loss": 1.75}, 3)
     again.close()
-    assert points(tmp_path, "loss/train") == [(1, 4.0), (2, 3.0), (3, 1.5)]
-    assert points(tmp_path, "loss/validation") == [(3, 1.75)]
-    assert points(tmp_path, "lr/muon") == [(1, 0.5), (2, 0.5)]
-    text = EventAccumulator(str(tmp_path)).Reload().Tensors("recipe/text_summary")[0]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    losses = {"loss/train": [(1, 4.0), (2, 3.0), (3, 1.5)], "loss/validation": [(3, 1.75)]}
+    assert points == {**losses, "lr/muon": [(1, 0.5), (2, 0.5)]}
+    text = events.Tensors("recipe/text_summary")[0]
     assert text.tensor_proto.string_val[0].decode() == "    [muon]\n    lr = 0.5\n"
 
 
 def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
-    """Time and tokens of a validation must not count as training."""
     before = reporter.time_last_log
     reporter.pause()
     reporter.ntokens_since_last_log += 999
@@ -179,23 +170,18 @@ def test_the_speed_excludes_pauses(reporter: RunMetrics) -> None:
     assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20], "both ends are shown"
 
 
-@pytest.mark.parametrize("fault", ["full disk", "dead link"])
 def test_a_record_that_cannot_be_written_is_kept_and_ends_no_run(
-    reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+    reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "metrics.jsonl"
-    if fault == "full disk":
-        file.symlink_to("/dev/full")
-    else:
-        tmp_path.rmdir()
-        tmp_path.symlink_to("/no/where")
+    file.symlink_to("/dev/full")
     for step in (10, 11):
         report(reporter, step)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert line.startswith("warning: step 10: metrics are kept in memory until they can be written: [Errno ")
     reporter.close()
     assert f"warning: {file} lacks the last 2 records: " in capsys.readouterr().out
-    (file if fault == "full disk" else tmp_path).unlink()
+    file.unlink()
     report(reporter, 12)
     assert list(tiny.records(tmp_path, "loss")) == [10, 11, 12]
     assert "warning" not in capsys.readouterr().out
@@ -284,7 +270,6 @@ def test_the_console_has_our_lines_and_warnings_of_others(capsys: pytest.Capture
 
 
 def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
-    """For example memory errors of a GPU or a slow link, on a single rank."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     try:
         levels = (30, 30, 20, 40)
@@ -293,19 +278,6 @@ def test_a_warning_of_a_rank_is_printed_once_with_the_rank() -> None:
         assert records[0].getMessage() == "rank 1: ECC error"
     finally:
         dist.destroy_process_group()
-
-
-def test_a_job_may_open_a_socket_to_1024_ranks() -> None:
-    from titan_muon.trainer.run.job import _raise_file_limit
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
-        _raise_file_limit()
-        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert raised == min(65536, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_signal_stops_after_the_step_and_a_later_one_at_once() -> None:

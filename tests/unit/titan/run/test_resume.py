@@ -24,27 +24,13 @@ STEPS = 4
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
-class Trainer:
-    """The trainer's part in a checkpoint."""
-
-    stop = StopSignals()
-
-    def check_before_save(self) -> None:
-        """The model is sound."""
-
-    def __init__(self) -> None:
-        self.state = {"step": STEPS, "ntokens_seen": 0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state = dict(state_dict)
+def trainer() -> Any:
+    state = {"step": STEPS, "ntokens_seen": 0}
+    save = {"state_dict": lambda: state, "load_state_dict": state.update, "check_before_save": lambda: None}
+    return SimpleNamespace(state=state, stop=StopSignals(), **save)
 
 
 class Run:
-    """The parts of a run in a checkpoint."""
-
     def __init__(self, recipe: Recipe, folder: Path, resume: str | None = None, exclude: tuple[str, ...] = ()) -> None:
         torch.manual_seed(0)
         self.model = Model(layers=1)
@@ -63,7 +49,7 @@ class Run:
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
-            states={"train_state": Trainer()},
+            states={"train_state": trainer()},
             sd_adapter=None,
             base_folder=str(folder),
         )
@@ -84,7 +70,6 @@ def recipe(steps: int = STEPS, **tables: Any) -> Recipe:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of a finished run of the default recipe."""
     run = Run(recipe(), tmp_path)
     for _ in range(STEPS):
         run.step()
@@ -152,17 +137,16 @@ def test_a_changed_momentum_dtype_is_applied_and_printed(checkpoint: Path, capsy
 
 def test_a_changed_optimizer_of_a_parameter_is_refused_by_name(checkpoint: Path) -> None:
     other = recipe(optimizer=sections.Optimizer(rule=(rule("*.wq.weight", "adamw"),)))
-    with pytest.raises(RecipeError) as error:
+    problem = r"(?s)optimizer\.rule.*adamw trains layers\.0\.wq\.weight.*exclude_from_loading"
+    with pytest.raises(RecipeError, match=problem):
         resumed(other, checkpoint)
-    for part in ("optimizer.rule", "adamw trains layers.0.wq.weight", "exclude_from_loading"):
-        assert part in str(error.value)
     resumed(other, checkpoint, exclude=("optimizer",))
 
 
 def test_torchtitans_loader_refuses_a_changed_number_of_data_ranks() -> None:
     saved = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size", "train_state.step"]
     check_data_ranks(SimpleNamespace(dp_world_size=2), saved)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(
+        RecipeError, match=r"data\.source = 'hf'.*on 2 data-parallel ranks.*has 4.*exclude_from_loading"
+    ):
         check_data_ranks(SimpleNamespace(dp_world_size=4), saved)
-    for part in ("data.source = 'hf'", "on 2 data-parallel ranks", "has 4", "exclude_from_loading"):
-        assert part in str(error.value)

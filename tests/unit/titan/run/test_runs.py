@@ -72,7 +72,6 @@ def shard(checkpoint: Path) -> Path:
     ],
 )
 def test_a_torn_checkpoint_is_detected(tmp_path: Path, damage: Callable[[Path], object], named: str) -> None:
-    """For a save cut off at any file; the error names the file."""
     save(tmp_path, 3)
     save(tmp_path, 4, full=False)
     checkpoint = tmp_path / "checkpoint" / "step-3"
@@ -85,7 +84,6 @@ def test_a_torn_checkpoint_is_detected(tmp_path: Path, damage: Callable[[Path], 
 def test_new_runs_never_share_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs begun in the same second must get numbered folders, each with the recipe."""
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
     runs = [start(tiny.recipe(tmp_path)), start(tiny.recipe(tmp_path)), start(tiny.recipe(tmp_path), ("muon.lr",))]
     names = ["20260101-000000", "20260101-000000-2", "20260101-000000-3_muon.lr=0.001"]
@@ -100,7 +98,6 @@ def test_new_runs_never_share_a_folder(
 
 
 def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The torn newest must be named, set aside and passed over, and metrics after the step taken out."""
     run = finished_run(tmp_path, 3, 6, 9)
     open_run(tiny.recipe(tmp_path))
     shard(run / "checkpoint" / "step-9").unlink()
@@ -117,7 +114,6 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
 
 
 def test_an_earlier_step_continues_in_a_new_folder(tmp_path: Path) -> None:
-    """Later results are not overwritten."""
     run = finished_run(tmp_path, 3, 6, 9)
     continued = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
     assert continued.folder != str(run)
@@ -153,25 +149,42 @@ def test_an_error_of_rank_0_reaches_every_rank(
             by_rank_0(mock.Mock(side_effect=error), "runs", mock.Mock())
 
 
-SAME = {"training__steps": 9, "checkpoint__freq": 7, "parallelism__tensor_parallel_degree": 2}
-SAME |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr_scheduler__total_steps": 9}
+LAYOUT = {"training__steps": 9, "checkpoint__freq": 7, "parallelism__tensor_parallel_degree": 2}
+LAYOUT |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr_scheduler__total_steps": 9}
+BATCH, LOCAL = {"training__global_batch_size": 8}, {"training__local_batch_size": 4}
 
 
-@pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("data__seed", 3)])
-def test_latest_refuses_another_value_of_a_run_with_both_ways_out(tmp_path: Path, key: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("values", "changed", "refused"),
+    [
+        ({}, LAYOUT, None),
+        ({}, {"muon__expert__release_grads": True, "muon__expert__keep_buffers": True}, None),
+        ({}, {"debug__detect_anomaly": True, "debug__check_replicas_freq": 3, "qk_clip__mode": "log"}, None),
+        ({}, {"checkpoint__load_only": True, "metrics__disable_color_printing": True}, None),
+        ({}, {"qk_clip__mode": "clip"}, 'qk_clip.mode = "clip"'),
+        ({}, {"muon__lr": 0.25}, "muon.lr = 0.25"),
+        ({}, {"data__seed": 3}, "data.seed = 3"),
+        # The local batch size is a layout if the global batch is fixed, and otherwise the batch.
+        (BATCH, {**BATCH, **LOCAL}, None),
+        ({}, LOCAL, "training.local_batch_size = 4"),
+    ],
+)
+def test_latest_refuses_another_value_of_a_run_with_both_ways_out(
+    tmp_path: Path, values: dict[str, object], changed: dict[str, object], refused: str | None
+) -> None:
     """The value is the file's, so that the name is the same. Speed and layout of a run may change."""
-    run = finished_run(tmp_path, 3)
-    other = tiny.recipe(tmp_path, checkpoint__load="latest", **{key: value})
-    with pytest.raises(RecipeError) as error:
-        open_run(other)
-    text = str(error.value)
-    assert text.startswith(f"{key.replace('__', '.')} = {value} differs from {run}, which has ")
-    assert "to continue the run" in text
-    assert 'checkpoint.load = "none" or another --name' in text
-    named = open_run(tiny.recipe(tmp_path, checkpoint__load=str(run), **{key: value}))
-    assert (named.folder, named.step) == (str(run), 3)
-    again = open_run(tiny.recipe(tmp_path, checkpoint__load="latest", **SAME))
-    assert (again.folder, again.step) == (str(run), 3)
+    run = Path(start(tiny.recipe(tmp_path, **values)).folder)
+    save(run, 3)
+    latest = tiny.recipe(tmp_path, checkpoint__load="latest", **changed)
+    if refused is not None:
+        problem = (
+            f"{re.escape(refused)} differs from {run}, which has .* to continue the run, or write checkpoint.load "
+        )
+        with pytest.raises(RecipeError, match=f'^{problem}= "none" or another --name'):
+            open_run(latest)
+        latest = tiny.recipe(tmp_path, checkpoint__load=str(run), **changed)
+    opened = open_run(latest)
+    assert (opened.folder, opened.step) == (str(run), 3)
 
 
 def test_latest_is_the_newest_run_with_the_typed_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,30 +206,6 @@ def test_latest_is_the_newest_run_with_the_typed_keys(tmp_path: Path, capsys: py
         open_run(third, ("muon.lr", "name"))
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("muon__expert__release_grads", "muon__expert__keep_buffers", "debug__detect_anomaly"),
-        *("checkpoint__load_only", "metrics__disable_color_printing"),
-    ],
-)
-def test_latest_continues_with_keys_that_alter_no_digit(tmp_path: Path, key: str) -> None:
-    run = finished_run(tmp_path, 3)
-    changed = tiny.recipe(tmp_path, checkpoint__load="latest", debug__check_replicas_freq=3, qk_clip__mode="log")
-    assert open_run(changed).folder == str(run)
-    assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest", **{key: True})).folder == str(run)
-    with pytest.raises(RecipeError, match=r"qk_clip\.mode = \"clip\" differs"):
-        open_run(tiny.recipe(tmp_path, checkpoint__load="latest", qk_clip__mode="clip"))
-
-
-def test_a_fixed_global_batch_may_be_divided_differently(tmp_path: Path) -> None:
-    """The local batch size is a layout if the global batch is fixed, and otherwise the batch."""
-    for fixed in ({"training__global_batch_size": 8}, {}):
-        run = RunFolder(start(tiny.recipe(tmp_path, **fixed)).folder)
-        refused = run.refusal(tiny.recipe(tmp_path, training__local_batch_size=4, **fixed))
-        assert refused is None if fixed else str(refused).startswith("training.local_batch_size = 4 differs")
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "not UTF-8": lambda file: file.write_bytes(b"\xff\xfe" + file.read_bytes()),
@@ -227,7 +216,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_run_without_a_readable_recipe_is_passed_over_by_latest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    """`latest` passes over the run in a line, and the named folder continues with a warning."""
     run = finished_run(tmp_path, 3)
     DAMAGE[damage](run / "recipe.toml")
     assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).step == 0
@@ -260,10 +248,7 @@ def test_a_crash_in_any_write_of_a_run_leaves_its_recipe_and_name(
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     opened = open_run(changed)
 
-    def torn(path: Path, *arguments: object, **_: object) -> None:
-        raise OSError("power loss")
-
-    monkeypatch.setattr(os, "replace", torn)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("power loss")))
     with pytest.raises(OSError, match="power loss"):
         begin(opened, changed)
     assert [file.read_bytes() for file in files] == before
@@ -363,7 +348,6 @@ def test_a_file_that_this_user_may_not_use_is_refused_by_name(
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
-    """The new folder of an impossible run is removed, and a continued folder is unchanged."""
     run = finished_run(tmp_path, 3)
     kept = (run / "metrics.jsonl").read_text()
     discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)))
@@ -372,12 +356,9 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     new = open_run(tiny.recipe(tmp_path))
     discard(new)
     assert not Path(new.folder).exists()
-    discard(open_run(tiny.recipe(tmp_path, name="never")))
-    assert not (run.parents[1] / "never").exists()
+    discard(open_run(tiny.recipe(tmp_path, dump_folder=str(tmp_path / "none yet"))))
+    assert not (tmp_path / "none yet").exists(), "folders that are empty then go too"
     assert run.is_dir()
-    alone = open_run(tiny.recipe(tmp_path, dump_folder=str(tmp_path / "none yet")))
-    discard(alone)
-    assert not Path(alone.folder).parents[1].exists()
 
 
 def test_a_runs_name_is_what_was_typed_with_optimizer_keys_first(tmp_path: Path) -> None:
@@ -399,7 +380,6 @@ def test_a_runs_name_is_what_was_typed_with_optimizer_keys_first(tmp_path: Path)
 
 
 def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
-    """Also for two runs of the same second, with any keys in the names."""
     names = ["20260101-000000-3_a=a", "20260101-000000-2", "20260101-000000_a=z", "20250101-000000_z=z"]
     for name in sorted(names):
         (tmp_path / name).mkdir()
@@ -478,12 +458,11 @@ def test_the_tokenizer_of_a_run_is_read_when_its_text_is_gone(tmp_path: Path) ->
         _ = RunFolder(run.folder).tokenizer
 
 
-@pytest.mark.parametrize("state", [{"step": "abc"}, {"step": float("nan")}, {"step": -5}, {"step": 17}])
-def test_a_forged_state_of_the_trainer_is_refused(tmp_path: Path, state: dict[str, object]) -> None:
+@pytest.mark.parametrize("step", ["abc", float("nan"), -5, 17])
+def test_a_forged_state_of_the_trainer_is_refused(tmp_path: Path, step: object) -> None:
     loaded = {"step": 20, "ntokens_seen": 1, "data_start": 0}
-    trainer = SimpleNamespace(state_dict=lambda: loaded)
-    checkpoints = mock.Mock(states={"train_state": trainer})
+    checkpoints = mock.Mock(states={"train_state": SimpleNamespace(state_dict=lambda: loaded)})
     RunCheckpoints._check_train_state(checkpoints, tmp_path / "step-20")
-    loaded |= state
+    loaded["step"] = step
     with pytest.raises(RecipeError, match="is not the state of this step"):
         RunCheckpoints._check_train_state(checkpoints, tmp_path / "step-20")

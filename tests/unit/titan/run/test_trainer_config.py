@@ -1,6 +1,7 @@
 """A recipe's keys reach TorchTitan's configuration under the same names, or are refused with the key."""
 
-from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.quantization import (
-    Float8GroupedExpertsConverter,
-    Float8LinearConverter,
-    MXFP8GroupedExpertsConverter,
-    MXFP8LinearConverter,
-    NVFP4LinearConverter,
-)
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.components import quantization
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.trainer import Trainer
 
 from tests import tiny
-from titan_muon.trainer.checks.start import refuse_on_cpu
 from titan_muon.trainer.model.spec import model_spec
-from titan_muon.trainer.recipe import Recipe, RecipeError, to_toml
+from titan_muon.trainer.recipe import RecipeError, to_toml
 from titan_muon.trainer.run import job
 from titan_muon.trainer.run.console import print_on_rank0
 from titan_muon.trainer.run.runs import Run
@@ -31,34 +25,57 @@ from titan_muon.trainer.run.signals import StopSignals
 from titan_muon.trainer.run.trainer_config import trainer_config
 
 
-def config(folder: Path, world_size: int = 1, **values: object):
-    return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), world_size)
+def config(folder: Path, keys: str = "", **values: object) -> Any:
+    """TorchTitan's configuration of the tiny recipe with other values, as in `checkpoint.freq=3`."""
+    pairs = (word.split("=", 1) for word in keys.split())
+    recipe = tiny.recipe(folder, **{key.replace(".", "__"): value for key, value in pairs}, **values)
+    return trainer_config(recipe, Run(str(folder)), 1)
 
 
-def prepare(
-    build: Callable[[], object], recipe: Recipe, monkeypatch: pytest.MonkeyPatch, group: object = None
-) -> tuple[Exception, bool]:
-    """The error of a start on rank 0 of 4 whose trainer is of `build`, and whether the run's folder stayed."""
-    monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=build))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    run = Run(folder=f"{recipe.dump_folder}/tiny/run")
-    Path(run.folder, "tb").mkdir(parents=True)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (the tests compare class and text)
-        job._prepare(recipe, run, (), StopSignals(group))  # type: ignore[arg-type]
-    return caught.value, Path(run.folder).exists()
+PARTS = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "lm_head"]]
+BUDGET = "activation_checkpoint.mode=memory_budget activation_checkpoint.memory_budget=0.25 compile.enable=true"
+FLOAT8 = "float8.linear=true float8.filter_fqns=wo"
+COMPILED = "compile.enable=true float8.recipe_name=rowwise_with_gw_hp"
+MXFP8 = "mxfp8.linear=true mxfp8.experts=true mxfp8.pad_multiple=32"
+NVFP4 = "nvfp4.linear=true nvfp4.fqns=attention.wo compile.enable=true"
+EXPERTS, ON = quantization.Float8GroupedExpertsConverter.Config, {"model_compile_enabled": True}
+LINEAR = partial(quantization.Float8LinearConverter.Config, filter_fqns=["wo"])
+MX = quantization.MXFP8LinearConverter.Config(fqns=["attention", "feed_forward", "shared_experts"])
 
 
-REACHING = {"checkpoint.load_only": True, "profiler.profiler_active": 4, "debug.detect_anomaly": True}
-
-
-def test_an_option_of_each_table_reaches_torchtitan(tmp_path: Path) -> None:
-    plain = config(tmp_path)
-    changed = config(tmp_path, **{key.replace(".", "__"): value for key, value in REACHING.items()})
-    for key, value in REACHING.items():
-        table, name = key.split(".")
-        assert getattr(getattr(plain, table), name) != value, "a default would show nothing"
-        assert getattr(getattr(changed, table), name) == value
+@pytest.mark.parametrize(
+    ("keys", "place", "expected"),
+    [
+        ("checkpoint.load_only=true", "checkpoint.load_only", True),
+        ("profiler.profiler_active=4", "profiler.profiler_active", 4),
+        ("debug.detect_anomaly=true", "debug.detect_anomaly", True),
+        (
+            f"parallelism.module_fqns_per_model_part={str(PARTS).replace(' ', '')}",
+            "parallelism.module_fqns_per_model_part",
+            PARTS,
+        ),
+        ("activation_checkpoint.mode=full", "activation_checkpoint.__class__", FullAC.Config),
+        (
+            "activation_checkpoint.mode=selective",
+            "activation_checkpoint.force_recompute_mm_shapes_by_fqns",
+            ["moe.router.gate"],
+        ),
+        (BUDGET, "activation_checkpoint.memory_budget", 0.25),
+        (f"{FLOAT8} float8.emulate=true", "converters", [LINEAR(emulate=True)]),
+        (
+            f"{FLOAT8} float8.experts=true {COMPILED}",
+            "converters",
+            [LINEAR(**ON, recipe_name="rowwise_with_gw_hp"), EXPERTS(**ON)],
+        ),
+        (MXFP8, "converters", [MX, quantization.MXFP8GroupedExpertsConverter.Config(pad_multiple=32)]),
+        (NVFP4, "converters", [quantization.NVFP4LinearConverter.Config(fqns=["attention.wo"], **ON)]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keys_of_each_table_reach_torchtitan(tmp_path: Path, keys: str, place: str, expected: object) -> None:
+    assert "activation_checkpoint" in place or attrgetter(place)(config(tmp_path)) != expected, "no default"
+    found = attrgetter(place)(config(tmp_path, keys))
+    assert (list(found) if place == "converters" else found) == expected
 
 
 def test_a_password_in_a_url_is_in_no_line_and_on_no_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,25 +86,6 @@ def test_a_password_in_a_url_is_in_no_line_and_on_no_board(tmp_path: Path, capsy
     print_on_rank0(to_toml(recipe))
     shown = capsys.readouterr().out
     assert ("s3://***@store/*.txt" in shown, "secret" in shown) == (True, False)
-
-
-def test_activation_checkpointing_uses_the_keys_of_the_mode(tmp_path: Path) -> None:
-    options = {"activation_checkpoint__memory_budget": 0.25, "compile__enable": True}
-    kinds = {"full": FullAC.Config, "selective": SelectiveAC.Config, "memory_budget": MemoryBudgetAC.Config}
-    made = {}
-    for mode, kind in {**kinds, "none": None}.items():
-        made[mode] = config(tmp_path, activation_checkpoint__mode=mode, **options).activation_checkpoint
-        assert made[mode] is None if kind is None else isinstance(made[mode], kind)
-    assert made["memory_budget"].memory_budget == 0.25
-    assert made["selective"].force_recompute_mm_shapes_by_fqns == ["moe.router.gate"]
-
-
-def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(tmp_path: Path) -> None:
-    refuse_on_cpu(tiny.recipe(tmp_path))
-    values = {"checkpoint__async_mode": "async_with_pinned_mem"}
-    with pytest.raises(RecipeError, match=r"^checkpoint\.async_mode = .* is not accepted on the CPU"):
-        refuse_on_cpu(tiny.recipe(tmp_path, **values))
-    config(tmp_path, 2, **values)
 
 
 @pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
@@ -119,18 +117,30 @@ ALLOCATOR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you trie
 def test_an_error_of_the_build_is_refused_with_the_key_and_leaves_no_run_folder(
     error: Exception, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build() -> None:
-        raise error
-
-    raised, is_kept = prepare(build, tiny.recipe(tmp_path, model__vocab_size=10**11), monkeypatch)
-    assert is_kept == (message is None)
+    monkeypatch.setattr(job, "trainer_config", lambda *args: SimpleNamespace(build=mock.Mock(side_effect=error)))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    run = Run(folder=f"{tmp_path}/runs/tiny/run")
+    Path(run.folder, "tb").mkdir(parents=True)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (the tests compare class and text)
+        job._prepare(tiny.recipe(tmp_path, model__vocab_size=10**11), run, (), StopSignals())
+    raised = caught.value
+    assert Path(run.folder).exists() == (message is None)
     if message is None:
         assert raised is error
         return
     assert isinstance(raised, RecipeError)
     assert str(raised).startswith(message)
     assert "\n" not in str(raised)
-    assert f"(refused at {__file__}:" in str(raised), "a developer finds where it was raised"
+    assert "(refused at " in str(raised), "a developer finds where it was raised"
+
+
+def test_a_job_may_open_a_socket_to_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limit = mock.Mock()
+    monkeypatch.setattr(job.resource, "getrlimit", lambda kind: (256, 10**6))
+    monkeypatch.setattr(job.resource, "setrlimit", set_limit)
+    job._raise_file_limit()
+    set_limit.assert_called_once_with(job.resource.RLIMIT_NOFILE, (65536, 10**6))
 
 
 def test_a_module_of_plain_torch_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,35 +157,6 @@ def test_a_module_of_plain_torch_is_refused_with_its_name(tmp_path: Path, monkey
     problem = r"model\.name = 'qwen3': .*'layers\.0\.extra' \(Linear\)\. Build these modules by .*Linear\.Config"
     with pytest.raises(RecipeError, match=problem):
         config(tmp_path)
-
-
-# Float8, MXFP8 and NVFP4
-
-
-def converters(folder: Path, **values: object) -> Any:
-    return config(folder, **values).converters
-
-
-def test_float8_options_reach_torchtitans_converters(tmp_path: Path) -> None:
-    assert converters(tmp_path) == ()
-    asked = {"float8__recipe_name": "rowwise_with_gw_hp", "float8__filter_fqns": "wo", "compile__enable": True}
-    linear, experts = converters(tmp_path, float8__linear=True, float8__experts=True, **asked)
-    assert linear == Float8LinearConverter.Config(
-        recipe_name="rowwise_with_gw_hp", filter_fqns=["wo"], model_compile_enabled=True
-    )
-    assert experts == Float8GroupedExpertsConverter.Config(model_compile_enabled=True)
-    (emulated,) = converters(tmp_path, float8__linear=True, float8__emulate=True)
-    assert (emulated.emulate, emulated.model_compile_enabled) == (True, False)
-    assert emulated.filter_fqns == ["lm_head", "router.gate"]
-
-
-def test_mxfp8_and_nvfp4_options_reach_torchtitans_converters(tmp_path: Path) -> None:
-    linear, experts = converters(tmp_path, mxfp8__linear=True, mxfp8__experts=True, mxfp8__pad_multiple=32)
-    chosen = ["attention", "feed_forward", "shared_experts"]
-    assert linear == MXFP8LinearConverter.Config(fqns=chosen)
-    assert experts == MXFP8GroupedExpertsConverter.Config(pad_multiple=32)
-    (four,) = converters(tmp_path, nvfp4__linear=True, nvfp4__fqns="attention.wo", compile__enable=True)
-    assert four == NVFP4LinearConverter.Config(fqns=["attention.wo"], model_compile_enabled=True)
 
 
 def test_the_converters_run_before_the_trainer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
