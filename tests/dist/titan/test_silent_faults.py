@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tests import tiny
 from tests.dist.harness import on_ranks
 from titan_muon.engine.tensors.dtensor import local
-from titan_muon.trainer.fault import RunFault
+from titan_muon.options import OptionError
+from titan_muon.trainer.fault import RunFault, by_rank_0
 from titan_muon.trainer.recipe import RecipeError
 from titan_muon.trainer.torchtitan import compat
 
@@ -89,6 +90,18 @@ def test_different_starts_of_ranks_are_refused_with_key_and_values(rank: int, tm
     assert "version of torch is " in text
     assert "source file titan_muon/trainer/fault.py is " in text
     assert not list((tmp_path / "runs").rglob("recipe.toml"))
+
+
+ERRORS = {"refusal": OSError("disk full"), "not pickled": OptionError("w", "is unpicklable")}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_rank_0_reaches_every_rank(rank: int, name: str) -> None:
+    """Otherwise the other ranks would wait in the broadcast."""
+    kinds = {"refusal": (RecipeError, RecipeError), "not pickled": (OptionError, RuntimeError)}
+    with pytest.raises(kinds[name][rank], match=str(ERRORS[name])):
+        by_rank_0(mock.Mock(side_effect=ERRORS[name]), "runs", dist.group.WORLD)
 
 
 Change = Callable[..., Any]

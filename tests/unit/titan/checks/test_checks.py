@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from titan_muon.plugins.clip import NormCheck
-from titan_muon.trainer.checks.start import check_start, differences, source_files, start_facts
+from titan_muon.trainer.checks.start import differences, source_files, start_facts
 from titan_muon.trainer.checks.training import ExpertLoads, TrainingChecks, check_places
 from titan_muon.trainer.fault import RunFault
 from titan_muon.trainer.recipe import Recipe
@@ -20,12 +20,9 @@ def test_start_facts_have_recipe_versions_and_sources() -> None:
     import models  # noqa: F401 (registers the families)
 
     facts = start_facts(Recipe())
-    assert facts["adamw.lr"] == "0.001"
-    assert facts["version of torch"] == torch.__version__
-    assert any(name.endswith("titan_muon/muon.py") for name in facts)
-    assert any(name.endswith("models/qwen3.py") for name in facts)
-    assert len({name for name in facts if name.startswith("source file ")}) == len(source_files(Recipe()))
-    check_start(facts, None)
+    assert (facts["adamw.lr"], facts["version of torch"]) == ("0.001", torch.__version__)
+    assert {"titan_muon/muon.py", "models/qwen3.py"} <= {"/".join(name.split("/")[-2:]) for name in facts}
+    assert sum(name.startswith("source file ") for name in facts) == len(source_files(Recipe()))
 
 
 def checks_of(model: nn.Module) -> TrainingChecks:

@@ -1,6 +1,5 @@
 """Models as Hugging Face folders: equal logits and ids in Transformers, and models without a counterpart."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -148,44 +147,20 @@ def test_a_folder_of_a_tokenizer_is_copied(tmp_path: Path) -> None:
 
 
 def test_lm_eval_measures_the_exported_folder(tmp_path: Path) -> None:
-    """A local task: choices that the model ranks by log-likelihood, as the model's logits rank them."""
-    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: make lm-eval")
+    """The log-likelihoods of texts after a question are those of the model's logits."""
+    pytest.importorskip("lm_eval", reason="needs lm-eval: make lm-eval")
     saved = saved_model(tiny.recipe(tmp_path, model__name="llama3", model__flavor="tiny_64"))
     save(saved, tmp_path / "out", drop_expert_bias=False)
-    choices = ["owner", "plan ahead", "1"]
-    best = [max(choices, key=lambda choice: log_likelihood(saved, question, choice)) for question in tiny.WORDS]
-    rows = [
-        {"question": q, "choices": choices, "answer": choices.index(b)} for q, b in zip(tiny.WORDS, best, strict=True)
-    ]
-    rows[0]["answer"] = (rows[0]["answer"] + 1) % 3
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "ours.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
-    manager = import_module("lm_eval.tasks").TaskManager(include_path=str(tmp_path), include_defaults=False)
-    model = f"pretrained={tmp_path / 'out'},dtype=float32,add_bos_token=True"
-    found = lm_eval.simple_evaluate("hf", model_args=model, tasks=["ours"], device="cpu", task_manager=manager)
-    assert found["results"]["ours"]["acc,none"] == pytest.approx(1 - 1 / len(tiny.WORDS))
-
-
-TASK = """
-task: ours
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-  - metric: acc
-"""
-
-
-def log_likelihood(saved: SavedModel, question: str, choice: str) -> float:
     tokenizer: Any = saved.tokenizer
-    context = tokenizer.encode(question, add_bos=True)
-    ids = torch.tensor([context + tokenizer.encode(" " + choice)])
-    logits = saved.logits(ids, torch.arange(ids.shape[1]).unsqueeze(0))
-    scores = logits.view(1, ids.shape[1], -1).log_softmax(-1)[0, len(context) - 1 : -1]
-    return float(scores.gather(1, ids[0, len(context) :, None]).sum())
+    requests, expected = [], []
+    for question in tiny.WORDS:
+        requests.append(import_module("lm_eval.api.instance").Instance("loglikelihood", {}, (question, " plan 1"), 0))
+        context, answer = tokenizer.encode(question, add_bos=True), torch.tensor(tokenizer.encode(" plan 1"))
+        ids = torch.tensor([context + answer.tolist()])
+        logits = saved.logits(ids, torch.arange(ids.shape[1]).unsqueeze(0)).view(ids.shape[1], -1)
+        scores = logits.log_softmax(-1)[len(context) - 1 : -1].gather(1, answer[:, None])
+        expected.append(float(scores.sum()))
+    model = import_module("lm_eval.models.huggingface").HFLM(
+        str(tmp_path / "out"), device="cpu", dtype="float32", add_bos_token=True
+    )
+    assert [score for score, _ in model.loglikelihood(requests)] == pytest.approx(expected, rel=1e-4)

@@ -38,11 +38,7 @@ def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: SimpleNa
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
     config = RunMetrics.Config(
-        log_freq=10,
-        enable_tensorboard=False,
-        disable_color_printing=True,
-        total_steps=20,
-        trainer=lambda: measured,
+        log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20, trainer=lambda: measured
     )
     dims = SimpleNamespace(dp_replicate=1, dp_shard=2, world_size=4)
     built = config.build(parallel_dims=dims, dump_folder=str(tmp_path), pp_schedule="1F1B", config_dict={})

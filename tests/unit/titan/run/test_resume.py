@@ -38,11 +38,7 @@ class Run:
         schedule = LRSchedulersContainer.Config(warmup_steps=2)
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=recipe.training.steps)
         config = RunCheckpoints.Config(
-            enable=True,
-            keep_latest_k=0,
-            last_save_model_only=False,
-            resume=resume,
-            excluded=("dataloader", *exclude),
+            enable=True, keep_latest_k=0, last_save_model_only=False, resume=resume, excluded=("dataloader", *exclude)
         )
         self.checkpoints = config.build(
             dataloader=None,

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon import Expert
-from titan_muon.options import OptionError
 from titan_muon.trainer import run_folder
 from titan_muon.trainer.data.tokenizers import tokenizer_config
-from titan_muon.trainer.fault import by_rank_0
 from titan_muon.trainer.recipe import Recipe, RecipeError, load
 from titan_muon.trainer.recipe.schema import keys
 from titan_muon.trainer.run.checkpoints import RunCheckpoints, flaw
@@ -89,9 +86,8 @@ def test_new_runs_never_share_a_folder(
     names = ["20260101-000000", "20260101-000000-2", "20260101-000000-3_muon.lr=0.001"]
     assert [Path(run.folder).name for run in runs] == names
     assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).step == 0
-    assert "so this is its first start" in capsys.readouterr().out, (
-        "the first start of a job with `latest` is a new run"
-    )
+    # The first start of a job with `latest` is a new run.
+    assert "so this is its first start" in capsys.readouterr().out
     for run in runs:
         assert load(Path(run.folder) / "recipe.toml").name == "tiny"
         assert (run.checkpoint, run.step) == (None, 0)
@@ -123,32 +119,6 @@ def test_an_earlier_step_continues_in_a_new_folder(tmp_path: Path) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 10
 
 
-@pytest.mark.parametrize(
-    ("error", "kinds"),
-    [
-        (OSError("disk full"), [RecipeError, RecipeError]),
-        (OptionError("w", "is unpicklable"), [OptionError, RuntimeError]),
-    ],
-    ids=["refusal", "another error"],
-)
-def test_an_error_of_rank_0_reaches_every_rank(
-    error: Exception, kinds: list[type], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error on rank 0 alone would leave the remaining ranks in the broadcast, also one that cannot be pickled."""
-    sent: list[bytes] = []
-
-    def broadcast(answer: list[Any], **_: Any) -> None:
-        # Rank 1 runs after rank 0.
-        sent.append(pickle.dumps(answer[0]))
-        answer[0] = pickle.loads(sent[0])
-
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
-    for number in range(2):
-        monkeypatch.setattr("torch.distributed.get_rank", lambda number=number: number)
-        with pytest.raises(kinds[number], match=str(error)):
-            by_rank_0(mock.Mock(side_effect=error), "runs", mock.Mock())
-
-
 LAYOUT = {"training__steps": 9, "checkpoint__freq": 7, "parallelism__tensor_parallel_degree": 2}
 LAYOUT |= {"placement__muon": "owned", "muon__expert__exchange": "all_gather", "lr_scheduler__total_steps": 9}
 BATCH, LOCAL = {"training__global_batch_size": 8}, {"training__local_batch_size": 4}
@@ -177,10 +147,8 @@ def test_latest_refuses_another_value_of_a_run_with_both_ways_out(
     save(run, 3)
     latest = tiny.recipe(tmp_path, checkpoint__load="latest", **changed)
     if refused is not None:
-        problem = (
-            f"{re.escape(refused)} differs from {run}, which has .* to continue the run, or write checkpoint.load "
-        )
-        with pytest.raises(RecipeError, match=f'^{problem}= "none" or another --name'):
+        problem = f"{re.escape(refused)} differs from {run}, which has .* to continue the run, or write checkpoint.load"
+        with pytest.raises(RecipeError, match=f'^{problem} = "none" or another --name'):
             open_run(latest)
         latest = tiny.recipe(tmp_path, checkpoint__load=str(run), **changed)
     opened = open_run(latest)
@@ -206,18 +174,12 @@ def test_latest_is_the_newest_run_with_the_typed_keys(tmp_path: Path, capsys: py
         open_run(third, ("muon.lr", "name"))
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "missing": Path.unlink,
-    "not UTF-8": lambda file: file.write_bytes(b"\xff\xfe" + file.read_bytes()),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["missing", "not UTF-8"])
 def test_a_run_without_a_readable_recipe_is_passed_over_by_latest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
     run = finished_run(tmp_path, 3)
-    DAMAGE[damage](run / "recipe.toml")
+    (run / "recipe.toml").unlink() if content is None else (run / "recipe.toml").write_bytes(content)
     assert open_run(tiny.recipe(tmp_path, checkpoint__load="latest")).step == 0
     assert f"{run.name}, which cannot be read ({run}/recipe.toml" in capsys.readouterr().out
     recipe = tiny.recipe(tmp_path, checkpoint__load=str(run))
@@ -247,7 +209,6 @@ def test_a_crash_in_any_write_of_a_run_leaves_its_recipe_and_name(
     before = [file.read_bytes() for file in files]
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     opened = open_run(changed)
-
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("power loss")))
     with pytest.raises(OSError, match="power loss"):
         begin(opened, changed)
@@ -373,10 +334,8 @@ def test_a_runs_name_is_what_was_typed_with_optimizer_keys_first(tmp_path: Path)
     many = ("checkpoint.folder", "validator.freq", "training.seq_len", "training.max_norm", "data.vocab_size")
     many += ("data.validation_fraction", "training.dtype", "lr_scheduler.decay_type", "adamw.weight_decay")
     long, longer = run_name(recipe, many), run_name(recipe, (*many, "debug.deterministic"))
-    assert "adamw.weight_decay=0.1" in long, "an optimizer's key is never lost"
-    assert len(long) <= 160
-    assert long != longer
-    assert "+" in long
+    assert re.search(r"adamw\.weight_decay=0\.1.*\+", long), "an optimizer's key is never lost"
+    assert (len(long) <= 160, long != longer) == (True, True)
 
 
 def test_the_newest_run_is_selected_by_time_not_by_name(tmp_path: Path) -> None:
@@ -398,8 +357,7 @@ def test_nothing_in_a_run_folder_is_opened_through_a_link(tmp_path: Path) -> Non
     """Others may write to a shared folder of runs."""
     victim = tmp_path / "victim"
     victim.write_text("untouched")
-    names = ("running.lock", "recipe-until-step-3.toml", "run.json", "tokenizer.json", "recipe.toml", "latest")
-    for name in names:
+    for name in ("running.lock", "recipe-until-step-3.toml", "tokenizer.json", "recipe.toml", "latest", "run.json"):
         run = finished_run(tmp_path, 3)
         changed = tiny.recipe(tmp_path, checkpoint__load=str(run), training__steps=5)
         opened = open_run(changed)
@@ -409,6 +367,9 @@ def test_nothing_in_a_run_folder_is_opened_through_a_link(tmp_path: Path) -> Non
         if name != "latest":
             with FolderLock() as lock, pytest.raises(RecipeError, match=f"{name} is a symbolic link"):
                 lock.take(str(run))
+        if name == "run.json":
+            with pytest.raises(OSError, match="symbolic link"):
+                assert RunFolder(run).id
         if name != "running.lock":
             begin(opened, changed, tokenizer="{}")
         assert victim.read_text() == "untouched", name
@@ -417,10 +378,6 @@ def test_nothing_in_a_run_folder_is_opened_through_a_link(tmp_path: Path) -> Non
         with FolderLock() as lock, pytest.raises(RecipeError, match=f"{name} is a symbolic link"):
             lock.take(str(run))
         (run / name).unlink()
-    (run / "run.json").unlink()
-    (run / "run.json").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic link"):
-        assert RunFolder(run).id
 
 
 def test_a_step_folder_of_another_run_is_refused(tmp_path: Path) -> None:
