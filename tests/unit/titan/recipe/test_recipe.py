@@ -281,7 +281,7 @@ def test_a_recipe_of_this_package_is_found_by_name(tmp_path: Path, monkeypatch: 
 def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as exit_:
         parse(arguments)
-    assert exit_.value.code == 0
+    assert not exit_.value.code
     lines = capsys.readouterr().out.splitlines()
     return " ".join(" ".join(line.strip("│ ") for line in lines).split())
 
