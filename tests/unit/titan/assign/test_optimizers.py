@@ -1,6 +1,10 @@
 """A recipe's optimizers: parameters, groups, options and refusals."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from titan_muon import Muon, registry
 from titan_muon.adamw import AdamW
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import decay_lines
+from titan_muon.engine.exchange.agreement import Agreement
 from titan_muon.options import Split
 from titan_muon.trainer.assign.container import HybridOptimizers, optimizer_config
 from titan_muon.trainer.recipe import Recipe, RecipeError, sections
@@ -79,15 +84,6 @@ def test_the_default_rules_make_a_group_per_optimizer_and_one_of_vectors_without
         assert all(named[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
         group["lr"] /= 2
     assert optimizers.learning_rates() == {"muon": 0.01, "adamw": 0.0015}, "the current rates"
-
-
-def test_a_rule_with_options_makes_a_group_and_a_rule_without_does_not() -> None:
-    optimizers = container(recipe(rule("*.wq.weight", "muon", lr=0.5, momentum=0.8), rule("*.wo.*", "adamw")))
-    queries, outputs = ({f"layers.{i}.{name}.weight" for i in range(2)} for name in ("wq", "wo"))
-    assert names(optimizers) == {"muon": [queries], "adamw": [TABLES | outputs, NORMS]}
-    assert optimizers.learning_rates() == {"muon/*.wq.weight": 0.5, "adamw": 0.003}
-    muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
-    assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["weight_decay"]) == (0.8, 0.1)
 
 
 def test_vectors_decay_if_asked_for_or_if_a_rule_decays_them() -> None:
@@ -243,7 +239,8 @@ def test_every_stage_has_the_groups_of_the_whole_model() -> None:
         [{"layers.0.wq.weight", "layers.0.wo.weight"}, set()],
         [{"layers.1.wo.weight"}, {"layers.1.wq.weight"}],
     ]
-    assert stages[0].learning_rates() == stages[1].learning_rates()
+    rates = {"muon": 0.02, "muon/layers.1.wq.*": 0.5, "adamw": 0.003}
+    assert stages[0].learning_rates() == stages[1].learning_rates() == rates
     assert {a.fqn for a in stages[1].assignments} == {name for name, _ in second.named_parameters()}
     # A rule may match no parameter of the first stage, but not of the whole model.
     with pytest.raises(RecipeError, match=r"'layers\.7\.\*' takes no parameter"):
@@ -264,3 +261,128 @@ def test_splits_are_judged_by_the_whole_model() -> None:
     unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", dims=dims, lengths=lengths),)))
     with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
         HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
+
+
+# `HybridOptimizers.Config` in the optimizer slot of TorchTitan's configuration
+
+
+def in_slot(**options: Any) -> HybridOptimizers:
+    built: HybridOptimizers = HybridOptimizers.Config(**options).build(model_parts=[Model()])
+    return built
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_torchtitans_implementation_option_reaches_adamw(implementation: str) -> None:
+    group = in_slot(implementation=implementation).parts.optimizers["adamw"].param_groups[0]
+    assert {name: group[name] for name in ("fused", "foreach")} == {
+        name: name == implementation for name in ("fused", "foreach")
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"param_groups": [object()]}, "param_groups is not read by HybridOptimizers; write rules"),
+        ({"optimizer_factory_kwargs_by_name": {"Muon": {}}}, r"optimizer_factory_kwargs_by_name \(Muon\).*write"),
+        ({"implementation": "fused_opt_states_bf16"}, "'state_dtype': 'bfloat16'"),
+        ({"tables": {"muon": {"learning_rate": 0.02}}}, r"muon\.learning_rate"),
+    ],
+)
+def test_unread_fields_and_unknown_options_of_the_slot_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        in_slot(**options)
+
+
+def test_an_error_of_a_stage_is_sent_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage with the embedding has no matrix; the other stage would wait in Muon's first collective."""
+    compared: list[int] = []
+    monkeypatch.setattr(Agreement, "_reduced", lambda self, rank, _: compared.append(rank) or rank)
+    with pytest.raises(ValueError, match="Muon takes no parameter"):
+        HybridOptimizers(HybridOptimizers.Config(), model_parts=[Model(hidden=False)])
+    assert compared == [0], "the number of the failed rank"
+
+
+# A torchtitan with moved modules and another slot. An import hook hides the modules missing on its main branch.
+
+ROOT = Path(__file__).parents[4]
+MOVED = """
+import sys
+
+HIDDEN = ("torchtitan.components.dataloader", "torchtitan.components.data", "torchtitan.components.validate")
+
+class Moved:
+    def find_spec(self, name, path=None, target=None):
+        if name in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Moved())
+"""
+SLOT = """
+from dataclasses import dataclass, field
+from titan_muon.trainer.torchtitan import compat
+compat.install()
+from torchtitan.components import optimizer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Configurable
+
+class BaseOptimizer(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+class AdamW(BaseOptimizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseOptimizer.Config):
+        lr: float = 1e-3
+
+class Slot(OptimizersContainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        optimizers: list[BaseOptimizer.Config] = field(default_factory=list)
+
+optimizer.OptimizersContainer = Slot
+"""
+TRAIN = """
+import torch
+from torch import nn
+from titan_muon.trainer import HybridOptimizers
+
+model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.Linear(32, 32)])})
+optimizers = HybridOptimizers.Config().build(model_parts=[model])
+before = [param.detach().clone() for param in model.parameters()]
+for param in model.parameters():
+    param.grad = torch.randn_like(param)
+optimizers.step()
+assert not any(map(torch.equal, before, model.parameters()))
+assert {"muon", "adamw"} == {assignment.optimizer for assignment in optimizers.assignments}
+try:
+    HybridOptimizers.Config(optimizers=[AdamW.Config()]).build(model_parts=[model])
+except ValueError as error:
+    assert str(error).startswith("optimizers (AdamW.Config) is not read by HybridOptimizers; write rules"), error
+else:
+    raise AssertionError("accepted")
+"""
+REFUSED = """
+import runpy
+sys.argv = ["train.py", "--config", "configs/qwen_moe_muon.toml", "--dry-run"]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", MOVED + code]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_optimizer_fits_another_form_of_the_slot() -> None:
+    done = run(SLOT + TRAIN)
+    assert done.returncode == 0, done.stderr
+
+
+def test_recipes_on_an_unsupported_torchtitan_are_refused_with_the_version() -> None:
+    done = run(REFUSED)
+    assert done.returncode == 2, done.stderr
+    place = r"the torchtitan in \S+/torchtitan \(version \S+\) has other loaders: `pip install"
+    assert len(re.findall(f"error: recipes know torchtitan's release 0.3.0, and {place}", done.stderr)) == 1
+    assert "HybridOptimizers.Config()" in done.stderr
+    assert "Traceback" not in done.stderr
