@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
         {"training__steps": 2},
         # The recipe's key, not Muon's keyword.
         (
-            "Error: layers.1.attention.wo.weight: gradient or momentum was not finite",
+            "FloatingPointError: layers.1.attention.wo.weight: gradient or momentum was not finite",
             "(muon.expert.on_bad_gradient = 'skip_step')",
         ),
     ),
