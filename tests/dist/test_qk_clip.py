@@ -5,42 +5,31 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import on_ranks, run_ranks
+from tests.parity.layouts import LAYOUTS, placed
 from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from titan_muon import transformers_qk_clip
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
 from titan_muon.plugins.qk_clip import QKClip
 
-LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
-    "fsdp": ((4,), (Shard(0),)),
-    "columns": ((4,), (Shard(1),)),
-    "hsdp": ((2, 2), (Replicate(), Shard(0))),
-    "fsdp_tp": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-    "tp_columns": ((2, 2), (Shard(0), Shard(1))),
-}
+PLACED = ("fsdp", "tp columns", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "plain", "owned")
 
 
 def placed_weights() -> dict[str, dict[str, Tensor]]:
-    """The same projections once per layout; each `owned` projection has another owner, every rank has the `plain`
-    projections."""
-    weights = {}
-    for name, (shape, placements) in LAYOUTS.items():
-        mesh = init_device_mesh("cpu", shape)
-        weights[name] = {
-            key: distribute_tensor(weight, mesh, placements, src_data_rank=None)
-            for key, weight in whole_weights().items()
-        }
-    weights["plain"] = whole_weights()
+    """The same projections once per layout; each `owned` projection has another owner."""
     mesh = init_device_mesh("cpu", (4,))
-    weights["owned"] = {
-        key: place_on_owners(weight, mesh, [number % 4]) for number, (key, weight) in enumerate(whole_weights().items())
+    whole = whole_weights()
+    return {
+        name: {
+            key: place_on_owners(weight, mesh, [number % 4]) if name == "owned" else placed(weight, LAYOUTS[name])
+            for number, (key, weight) in enumerate(whole.items())
+        }
+        for name in PLACED
     }
-    return weights
 
 
 def observed(rank: int) -> Tensor:
@@ -54,7 +43,7 @@ def test_every_layout_equals_clipping_of_whole_weights_with_a_single_collective(
     clip = QKClip([layer(tensors, name) for name, tensors in weights.items()])
     for _ in range(2):
         for name in weights:
-            if name == "fsdp_tp":
+            if name == "fsdp x tp rows":
                 # Tensor parallelism: a rank computes half of the heads.
                 half = rank % 2 * HEADS // 2
                 clip.observe(name, torch.tensor(LOGITS[half : half + HEADS // 2]), first_head=half)

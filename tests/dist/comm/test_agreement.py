@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
-from tests.dist.small_params import SECONDS, named, parameters, placed, set_gradients
+from tests.dist.small_params import SECONDS, SHAPES, parameters, placed, set_gradients
 from tests.shared import equal, message
 from titan_muon import Expert, Hybrid, Muon, clip_grad_norm_
 from titan_muon.engine.exchange.agreement import PlanReport, check_reports, report_of
@@ -45,8 +45,7 @@ def test_a_rank_without_matrices_takes_part_in_every_collective(rank: int) -> No
 
 def built(rank: int, world_size: int, layers: int) -> list[tuple[str, int]]:
     """The collectives of a construction."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    params = [(f"layers.{i}.w", Parameter(placed(torch.ones(16, 24), mesh))) for i in range(layers)]
+    params = [(f"layers.{i}.w", Parameter(placed(torch.ones(16, 24)))) for i in range(layers)]
     with CollectiveCounter() as counter:
         muon = Muon(params).build()
     muon.engine.rank.buffers.memory.take()
@@ -72,37 +71,61 @@ def test_equal_reports_of_a_thousand_ranks_are_compared_once() -> None:
         check_reports(reports | {70: reports[0]})
 
 
+Params, FIRST = dict[str, Parameter], next(iter(SHAPES))
+
+
+def freeze(rank: int, params: Params, saved: dict[str, Any]) -> None:
+    """A parameter that was frozen after the save, and whose states are in the state dict of rank 0."""
+    params[FIRST].requires_grad_(False)
+    if rank == 1:
+        del saved["state"][0]
+
+
 NO_MOMENTUM = "has no momentum_buffer with this optimizer's shape, mesh and placements; "
-LOADED: dict[str, tuple[Callable[[int, dict[str, Any], dict[str, Any]], object], str, bool]] = {
-    "another rate": (lambda rank, group, states: group.update(lr=0.5), "", True),
-    "fewer iterations": (lambda rank, group, states: group.update(ns_steps=3), "", False),
-    "of torch": (lambda rank, group, states: group.pop("ns_coefficients"), "groups have no ns_coefficients", True),
+LOADED: dict[str, tuple[Callable[[int, Params, dict[str, Any]], object], str, bool]] = {
+    "another rate": (lambda rank, params, saved: saved["param_groups"][0].update(lr=0.5), "", True),
+    "fewer iterations": (lambda rank, params, saved: saved["param_groups"][0].update(ns_steps=3), "", False),
+    "of torch": (
+        lambda rank, params, saved: saved["param_groups"][0].pop("ns_coefficients"),
+        "groups have no ns_coefficients",
+        True,
+    ),
     "out of range": (
-        lambda rank, group, states: group.update(momentum=(0.9, 1.5)[rank]),
+        lambda rank, params, saved: saved["param_groups"][0].update(momentum=(0.9, 1.5)[rank]),
         "momentum = 1.5 is not",
         True,
     ),
-    "no momentum": (lambda rank, group, states: rank == 0 or states.pop("momentum_buffer"), NO_MOMENTUM, True),
+    "no momentum": (
+        lambda rank, params, saved: rank == 0 or saved["state"][0].pop("momentum_buffer"),
+        NO_MOMENTUM,
+        True,
+    ),
+    "frozen": (freeze, "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one", False),
 }
-"""Changes of a group and of a parameter's states: the error, and whether the plan stays."""
+"""Changes of a state dict: the error, and whether the plan stays."""
 
 
 @on_ranks(2)
 def test_a_wrong_state_on_a_rank_is_an_error_on_every_rank_and_a_step_can_follow(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
     for name, (change, text, same_plan) in LOADED.items():
-        params = parameters(mesh)
-        muon = Muon(named(params)).build()
+        params = parameters()
+        muon = Muon(params.items()).build()
         muon.step()
-        plan, state = muon.plan, muon.state_dict()
-        change(rank, state["param_groups"][0], state["state"][0])
-        error = message(partial(muon.load_state_dict, state))
+        plan, saved = muon.plan, muon.state_dict()
+        momenta = [muon.state[param]["momentum_buffer"].full_tensor().clone() for param in params.values()]
+        change(rank, params, saved)
+        error = message(partial(muon.load_state_dict, saved))
         assert text in error, name
         assert bool(error) == bool(text), error
         assert (muon.plan is plan) == same_plan, "only another Newton-Schulz iteration needs a new plan"
         assert name != "no momentum" or error.endswith("(on rank 1)")
-        set_gradients(params, mesh, 2)
-        muon.step()
+        if name == "fewer iterations":
+            assert [5 * m.flops for m in muon.plan.matrices] == [3 * m.flops for m in plan.matrices]
+            kept = [muon.state[param]["momentum_buffer"].full_tensor() for param in params.values()]
+            assert equal(momenta, kept)
+        if name != "frozen":
+            set_gradients(params, 2)
+            muon.step()
 
 
 def timeouts(muon: Muon) -> set[timedelta]:
@@ -158,10 +181,7 @@ def hybrid_trained(process_group: dist.ProcessGroup | None) -> list[Tensor]:
     norm = clip_grad_norm_(model.parameters(), 1e9, optimizer=hybrid)
     hybrid.step()
     hybrid.check_replicas()
-    copied = deepcopy(hybrid)
-    copied.load_state_dict(hybrid.state_dict())
-    copied.close()
-    hybrid.close()
+    deepcopy(hybrid).load_state_dict(hybrid.state_dict())
     return [norm, *(param.detach() for param in model.parameters())]
 
 
@@ -172,10 +192,8 @@ def test_an_optimizer_of_some_ranks_trains_as_one_process_and_refuses_the_others
     single = [dist.new_group([each]) for each in range(4)]
     if rank < 2:
         assert equal(hybrid_trained(pairs.get_group()), hybrid_trained(single[rank]))
-    if rank == 0:
-        sharded = DTensor.from_local(torch.ones(8, 24), pairs, [Shard(0)], run_check=False)
-        refused = message(Muon([("w", Parameter(sharded))], process_group=single[0]).build)
-        assert refused.startswith("w: its mesh has ranks [1], which are not in process_group, with ranks [0]; pass")
-    else:
-        refused = message(lambda: Muon([("w", Parameter(torch.ones(16, 24)))], process_group=single[0]))
-        assert refused.startswith("process_group: this rank is not in the group; build the optimizer on")
+    param = Parameter(placed(torch.ones(8, 24), pairs) if rank == 0 else torch.ones(16, 24))
+    refused = message(lambda: Muon([("w", param)], process_group=single[0]).build())
+    texts = {0: "w: its mesh has ranks [1], which are not in process_group, with ranks [0]; pass"}
+    default = "process_group: this rank is not in the group; build the optimizer on"
+    assert refused.startswith(texts.get(rank, default))

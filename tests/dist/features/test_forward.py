@@ -10,17 +10,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from benchmarks.owned_model import summed_plainly
 from tests.dist.harness import on_ranks
 from tests.parity.table import SLOW
-from tests.shared import equal, message, muon_keywords
+from tests.shared import equal, local, message, muon_keywords
 from titan_muon import Muon, apply_in_forward
 from titan_muon.plugins.forward_hooks import forward_updates
 
@@ -51,23 +52,13 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Sharding:
-    """Shards of a model on a mesh of shards, of replicas and shards, or of replicas, shards and tensor parallelism.
+    """How FSDP2 shards a model. The first `layers` layers are modules, and with `separate` the linear layers too."""
 
-    The first `layers` layers are modules of FSDP2. With `separate` the linear layers are modules too, and with `mixed`
-    the first linear layer of each is replicated.
-    """
-
-    mesh: tuple[int, ...] = (2,)
     layers: int = LAYERS
     separate: bool = False
     reshards: bool = True
     prefetches: bool = False
-    mixed: bool = False
     compiled: bool = False
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return ("shard",) if len(self.mesh) == 1 else ("replicate", "shard", "tp")[: len(self.mesh)]
 
 
 CASES: dict[str, Sharding] = {
@@ -76,22 +67,19 @@ CASES: dict[str, Sharding] = {
     "kept after forward": Sharding(reshards=False),
     "one module": Sharding(layers=0),
     "compiled": Sharding(compiled=True),
-    "tensor parallelism alone": Sharding((1, 1, 2)),
-    "shards and copies, prefetched": Sharding(separate=True, mixed=True, prefetches=True),
+    "linear layers, prefetched": Sharding(separate=True, prefetches=True),
 }
-"""How a model is sharded; rows of tests/parity have the options."""
+"""Rows of tests/parity have meshes and options."""
 
 
 class Run:
-    """A model on a mesh and the Muon of the matrices; the learning rate halves after each step."""
+    """A model over all ranks and the Muon of the matrices; the learning rate halves after each step."""
 
     def __init__(self, sharding: Sharding, **options: Any) -> None:
-        self.sharding = sharding
-        self.mesh = init_device_mesh("cpu", sharding.mesh, mesh_dim_names=sharding.axes)
         torch.manual_seed(0)
         self.net = Net()
-        self._shard(self.mesh[tuple(axis for axis in sharding.axes if axis != "tp")])
-        self.named = [(name, param) for name, param in self.net.named_parameters() if isinstance(param, DTensor)]
+        self._shard(sharding)
+        self.named = list(self.net.named_parameters())
         self.muon = Muon(self.named, **muon_keywords(**(FORWARD | options)))
         if forward_updates(self.muon) is not None:
             apply_in_forward(self.net, self.muon)
@@ -99,24 +87,20 @@ class Run:
         for layer in self.net.layers:
             layer.register_forward_pre_hook(self.note)
 
-    def _shard(self, data: DeviceMesh) -> None:
-        sharding, policy = self.sharding, MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        copies = init_device_mesh("cpu", (self.mesh.size(), 1), mesh_dim_names=("replicate", "shard"))
+    def _shard(self, sharding: Sharding) -> None:
+        options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for number, layer in enumerate(self.net.layers):
-            if "tp" in sharding.axes:
-                parallelize_module(layer, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             if sharding.compiled:
                 layer.compile(backend="eager", fullgraph=True)
-            for place, linear in enumerate(layer.children() if sharding.separate else ()):
-                fully_shard(linear, mesh=copies if sharding.mixed and place == 0 else data, mp_policy=policy)
+            for linear in layer.children() if sharding.separate else ():
+                fully_shard(linear, **options)
             if number < sharding.layers:
-                fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=sharding.reshards)
-        fully_shard(self.net, mesh=data, mp_policy=policy)
+                fully_shard(layer, **options, reshard_after_forward=sharding.reshards)
+        fully_shard(self.net, **options)
         for before, following in pairwise(self.sharded()[1:]) if sharding.prefetches else ():
             before.set_modules_to_forward_prefetch([following])
-        for module in self.sharded():
-            # gloo has no PREMUL_SUM.
-            module.set_force_sum_reduction_for_comms(True)
+        summed_plainly(self.net)
 
     def sharded(self) -> list[FSDPModule]:
         """The modules of FSDP2, the root first."""
@@ -124,23 +108,20 @@ class Run:
 
     def weights(self) -> list[Tensor]:
         """Copies of the local weights."""
-        return [param.to_local().detach().clone() for _, param in self.named]
+        return [local(param).clone() for _, param in self.named]
 
     def note(self, *_: Any) -> None:
         """How many updates are left when a layer computes."""
-        if torch.compiler.is_compiling():
-            return
-        self.left.append(updates_left(self.muon))
+        if not torch.compiler.is_compiling():
+            self.left.append(updates_left(self.muon))
 
     def loss(self, step: int) -> Tensor:
-        places = list(self.mesh.get_coordinate() or ())
-        data = places[: 2 if len(places) > 1 else 1]
-        generator = torch.Generator().manual_seed(100 * step + sum(3**i * place for i, place in enumerate(data)))
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         output: Tensor = self.net(torch.randn(4, DIM, generator=generator))
         return output.square().mean()
 
-    def step(self, step: int, microbatches: int = 2) -> None:
-        for _ in range(microbatches):
+    def step(self, step: int) -> None:
+        for _ in range(2):
             self.loss(step).backward()
         self.muon.step()
         for group in self.muon.param_groups:
@@ -150,18 +131,13 @@ class Run:
     def tensors(self) -> list[Tensor]:
         """Weights and momenta here, all steps done."""
         self.muon.finish_step()
-        averages = [self.muon.state[param].get("momentum_buffer") for _, param in self.named]
-        return [*self.weights(), *(average.to_local().clone() for average in averages if average is not None)]
+        return [*self.weights(), *(local(self.muon.state[param]["momentum_buffer"]) for _, param in self.named)]
 
 
 def updates_left(muon: Muon) -> int:
     """How many updates the last step has left to a forward."""
     late = forward_updates(muon)
     return 0 if late is None else len(late._suspended)
-
-
-def same(a: Run, b: Run) -> bool:
-    return equal(a.tensors(), b.tensors())
 
 
 @on_ranks(2)
@@ -182,26 +158,21 @@ def test_every_layer_applies_only_its_updates_in_forward_with_the_bits_of_a_step
         assert name != "one module" or ours.left[-4 * LAYERS] == 0
         sent = ours.muon.exchange.traffic.bytes_sent, theirs.muon.exchange.traffic.bytes_sent
         assert sent[0] == sent[1], f"{name}: what is left is no more bytes"
-        assert same(ours, theirs), name
+        assert equal(ours.tensors(), theirs.tensors()), name
         assert updates_left(ours.muon) == 0, name
 
 
 # --- who else reads or writes weights ---
 
 
+def copies(values: Mapping[str, Any]) -> list[Tensor]:
+    """This rank's parts of the weights in a state dict."""
+    return [local(value).clone() for value in values.values()]
+
+
 def evaluate(run: Run) -> list[Tensor]:
     with torch.no_grad():
         return [run.loss(7)]
-
-
-def infer(run: Run) -> list[Tensor]:
-    with torch.inference_mode():
-        return [run.loss(7).clone()]
-
-
-def state_dict(values: Mapping[str, Any]) -> list[Tensor]:
-    """This rank's parts of the weights in a state dict."""
-    return [value.to_local().clone() for value in values.values() if isinstance(value, DTensor)]
 
 
 def load(run: Run) -> list[Tensor]:
@@ -221,9 +192,9 @@ def step_again(run: Run) -> list[Tensor]:
 
 BETWEEN: dict[str, Callable[[Run], list[Tensor]]] = {
     "evaluate": evaluate,
-    "infer": infer,
-    "state dict of a layer": lambda run: state_dict(run.net.layers[LAYERS - 1].state_dict()),
-    "checkpoint": lambda run: state_dict(get_model_state_dict(run.net)),
+    "infer": torch.inference_mode()(lambda run: [run.loss(7).clone()]),
+    "state dict of a layer": lambda run: copies(run.net.layers[LAYERS - 1].state_dict()),
+    "checkpoint": lambda run: copies(get_model_state_dict(run.net)),
     "state dict of the optimizer": lambda run: bool(run.muon.state_dict()) and run.weights(),
     "check_last_step": lambda run: run.muon.check_last_step() or run.weights(),
     "finish_step": lambda run: run.muon.finish_step() or run.weights(),
@@ -246,7 +217,7 @@ def test_reads_and_writes_of_weights_apply_pending_updates_first(rank: int) -> N
         if name != "close":
             ours.step(3)
             theirs.step(3)
-            assert same(ours, theirs), name
+            assert equal(ours.tensors(), theirs.tensors()), name
 
 
 def buffers(run: Run) -> int:
@@ -339,7 +310,7 @@ def bare() -> nn.Sequential:
 
 @on_ranks(2)
 def test_unfit_results_are_refused_before_the_first_pending_update(rank: int) -> None:
-    mesh: DeviceMesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     outside, half, run = bare(), bare(), Run(Sharding())
     parallelize_module(outside, mesh, {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
     forward = Muon(outside.named_parameters(), overlap="forward")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks import owned_model
@@ -27,17 +24,6 @@ from titan_muon.owned import gather
 from titan_muon.owned.param import held_elements, holders
 
 DIM, HIDDEN, LAYERS = 32, 96, 4
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Experts of a model, the owners, and the degrees."""
-
-    experts: int
-    placement: str = "owned"
-    replicas: int = 1
-    expert_parallel: int = 1
-    rules: tuple[PlacementRule, ...] = ()
 
 
 class Mixture(nn.Module):
@@ -59,35 +45,30 @@ def make(experts: int) -> nn.Sequential:
     return nn.Sequential(*(Mixture(experts) for _ in range(LAYERS)))
 
 
-def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
-    """Shard a model, or own the parameters, by `layout`."""
-    shards = world_size // layout.replicas // layout.expert_parallel
+def stacks_of(net: nn.Sequential) -> list[nn.Parameter]:
+    return [w for layer in net for w in (layer.up, layer.down)]
+
+
+def place(
+    net: nn.Sequential, ranks: int, replicas: int = 1, ep: int = 1, rules: tuple[PlacementRule, ...] = ()
+) -> list[Owners]:
+    """Own all parameters, with experts on the ranks of expert parallelism."""
     names = ("replicate", "shard", "ep")
-    mesh = init_device_mesh("cpu", (layout.replicas, shards, layout.expert_parallel), mesh_dim_names=names)
-    stacks = [w for layer in net for w in (layer.up, layer.down)]
-    data, stack_mesh = mesh["replicate", "shard"] if layout.replicas > 1 else mesh["shard"], mesh["shard"]
-    if layout.expert_parallel > 1:
-        data = mesh["shard", "ep"]._flatten("data")
+    mesh = init_device_mesh("cpu", (replicas, ranks // replicas // ep, ep), mesh_dim_names=names)
+    dense = [layer.dense.weight for layer in net]
+    if ep == 1:
+        data = mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
+        owners = [Owners(net, mesh=data, params=[*dense, *stacks_of(net)], rules=rules)]
+    else:
         for layer in net:
             for name in ("up", "down"):
                 cut = distribute_tensor(getattr(layer, name).data, mesh["ep"], [Shard(0)], src_data_rank=None)
                 setattr(layer, name, nn.Parameter(cut))
-        stacks = [w for layer in net for w in (layer.up, layer.down)]
-    if layout.placement == "sharded":
-        for layer in net:
-            fully_shard(layer.dense, mesh=data)
-            fully_shard(layer, mesh=data, shard_placement_fn=lambda p: Shard(1))
-        fully_shard(net, mesh=data)
-        summed_plainly(net)
-        return []
-    dense = [layer.dense.weight for layer in net]
-    if layout.expert_parallel == 1:
-        owners = [Owners(net, mesh=data, params=[*dense, *stacks], rules=layout.rules)]
-    else:
-        owners = [Owners(net, mesh=data, params=dense), Owners(net, mesh=stack_mesh, params=stacks)]
+        owners = [Owners(net, mesh=mesh["shard", "ep"]._flatten("data"), params=dense)]
+        owners.append(Owners(net, mesh=mesh["shard"], params=stacks_of(net)))
     for layer in net:
         for owner in owners:
-            own(layer, owners=owner, gradient_divide_factor=world_size)
+            own(layer, owners=owner, gradient_divide_factor=ranks)
     return owners
 
 
@@ -97,46 +78,36 @@ def loss_of(net: nn.Module, share: int, shares: int, step: int) -> Tensor:
     return net(x).square().mean()
 
 
-def passes(rank: int, world_size: int, layout: Layout) -> tuple[int, int]:
-    """Bytes sent by this rank in forward and in backward."""
-    net = make(layout.experts)
-    place(net, layout, world_size)
+def passes(rank: int, world_size: int, experts: int, reshard: bool) -> tuple[float, float]:
+    """Bytes sent in forward and in backward of the second step, by the bytes that move if each parameter does once."""
+    setup, loss_function = Setup("owned", reshard=reshard), loss_of if experts else owned_model.loss_of
+    net: Any = make(experts) if experts else owned_model.make(dim=64, hidden=192)
+    moved = 4 * (world_size - 1) * sum(p.numel() for p in net.parameters())
+    owners: Any
+    if experts:
+        (owners,) = place(net, world_size)
+    else:
+        owners = owned_model.place(net, setup, owned_model.data_mesh(world_size, setup, net))
+    loss_function(net, rank, world_size, 0).backward()
+    before = owners.traffic.bytes_sent
     with CollectiveCounter() as forward:
-        loss = loss_of(net, rank, world_size, 0)
+        loss = loss_function(net, rank, world_size, 1)
     with CollectiveCounter() as backward:
         loss.backward()
-    return forward.sent, backward.sent
+    assert 0 < owners.traffic.bytes_sent - before <= forward.sent + backward.sent
+    return forward.sent / moved, backward.sent / moved
 
 
-def dense_passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int]:
-    """`passes` of a dense model, in the second step."""
-    model = owned_model.make(dim=64, hidden=192)
-    owners = owned_model.place(model, setup, owned_model.data_mesh(world_size, setup, model))
-    owned_model.loss_of(model, rank, world_size, 0).backward()
-    before = 0 if owners is None else owners.traffic.bytes_sent
-    with CollectiveCounter() as forward:
-        loss = owned_model.loss_of(model, rank, world_size, 1)
-    with CollectiveCounter() as backward:
-        loss.backward()
-    assert owners is None or owners.traffic.bytes_sent - before <= forward.sent + backward.sent
-    return forward.sent, backward.sent
+# More ranks than experts, and dense models.
+PASSES = {"experts": (4, 3, True), "2 ranks": (2, 0, True), "4 ranks": (4, 0, False), "8 ranks": (8, 0, True)}
 
 
-PASSES: list[tuple[Callable[..., tuple[int, int]], int, Any]] = [
-    # More ranks than experts.
-    (passes, 4, Layout(3)),
-    (dense_passes, 2, Setup("owned", reshard=True)),
-    (dense_passes, 4, Setup("owned", reshard=False)),
-    (dense_passes, 8, Setup("owned", reshard=True)),
-]
-
-
-@pytest.mark.parametrize(("count", "ranks", "owned"), PASSES, ids=["experts", "2 ranks", "4 ranks", "8 ranks"])
-def test_passes_of_owned_matrices_move_no_more_than_fsdp(count: Any, ranks: int, owned: Any) -> None:
-    """Over all ranks; FSDP2 pads its shards."""
-    ours, theirs = (run_ranks(count, ranks, each) for each in (owned, replace(owned, placement="sharded")))
-    for mine, fsdps in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
-        assert 0 < sum(mine) <= 1.02 * sum(fsdps)
+@pytest.mark.parametrize(("ranks", "experts", "reshard"), PASSES.values(), ids=PASSES)
+def test_passes_of_owned_matrices_move_no_more_than_fsdp(ranks: int, experts: int, reshard: bool) -> None:
+    """Over all ranks: FSDP2 gathers each shard in forward, and again in backward if it was freed, and reduces."""
+    forward, backward = (sum(shares) for shares in zip(*run_ranks(passes, ranks, experts, reshard), strict=True))
+    assert 0 < forward <= 1.02
+    assert 0 < backward <= 1.02 * (1 + reshard)
 
 
 @on_ranks(2)
@@ -159,59 +130,40 @@ def test_the_example_of_the_docs_runs(rank: int) -> None:
     assert not torch.equal(gather(model.layers[0].wq.weight), start)
 
 
-@dataclass(frozen=True)
-class Silent:
-    """A step in a fake world: calls, holders of each stack, and elements of each rank."""
-
-    calls: int
-    held_by: list[tuple[int, ...]]
-    placements: list[tuple[object, ...]]
-    held: Counter[int]
-
-    @property
-    def fullest(self) -> float:
-        """Elements on the fullest rank over the mean."""
-        return max(self.held.values()) * len(self.held) / self.held.total()
-
-
-def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
-    with fake_world(world_size, rank):
-        net = make(layout.experts)
-        place(net, layout, world_size)
+def fake_step(rank: int, ranks: int, experts: int, replicas: int, ep: int) -> list[tuple[int, ...]]:
+    """The holders of each stack on a rank of a fake world, after a step without collectives."""
+    with fake_world(ranks, rank):
+        net = make(experts)
+        place(net, ranks, replicas, ep)
         for parameter in net.parameters():
             if parameter.to_local().numel() > 0:  # type: ignore[operator]
                 parameter.grad = torch.ones_like(parameter)
         optimizer = Muon(net.named_parameters(), expert=Expert(replicas="redundant")).build()
         with CollectiveCounter() as counter:
             optimizer.step()
-        stacks = [w for layer in net for w in (layer.up, layer.down)]
-        held = Counter(dict.fromkeys(range(world_size), 0))
+        assert not counter.calls
+        held = Counter(dict.fromkeys(range(ranks), 0))
         for parameter in net.parameters():
             held.update(held_elements(parameter))  # type: ignore[arg-type]
-        return Silent(len(counter.calls), [holders(w) for w in stacks], [tuple(w.placements) for w in stacks], held)
+        assert max(held.values()) * ranks <= 1.1 * held.total(), "ranks hold about equally much"
+        placements = {tuple(w.placements) for w in stacks_of(net)}  # type: ignore[attr-defined]
+        assert ep == 1 or placements == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
+        return [holders(w) for w in stacks_of(net)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ranks", "layout"),
-    [(32, (0, 17, 31), Layout(16)), (4, (0, 3), Layout(3, replicas=2)), (8, (0, 3, 6), Layout(4, expert_parallel=2))],
-    ids=["32 ranks", "HSDP 2 x 2", "EP 2 x 4"],
-)
-def test_a_step_of_owned_experts_starts_no_collective(world_size: int, ranks: tuple[int, ...], layout: Layout) -> None:
-    """All ranks find the same owners, and hold about equally much."""
-    by_rank = [fake_step(rank, world_size, layout) for rank in ranks]
-    for result in by_rank:
-        assert result.calls == 0
-        assert result.fullest <= 1.1
-        assert result.held_by == by_rank[0].held_by
-    for owners in by_rank[0].held_by:
-        if layout.replicas > 1:
-            assert {owner // 2 for owner in owners} == {0, 1}, "both replicas hold every expert"
-        elif layout.expert_parallel > 1:
-            # Experts 0 and 1 belong to the first expert-parallel rank, with even ranks.
-            assert [owner % 2 for owner in owners] == [0, 0, 1, 1]
-            assert set(by_rank[0].placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
-        assert len(set(owners)) == min(layout.experts * layout.replicas, world_size), "as many ranks as there can be"
-    assert len({frozenset(owners) for owners in by_rank[0].held_by}) > 1 or world_size < 32, "layers have other owners"
+STEPS = {"32 ranks": (32, 16, 1, 1), "HSDP 2 x 2": (4, 3, 2, 1), "EP 2 x 4": (8, 4, 1, 2)}
+
+
+@pytest.mark.parametrize(("ranks", "experts", "replicas", "ep"), STEPS.values(), ids=STEPS)
+def test_a_step_of_owned_experts_starts_no_collective(ranks: int, experts: int, replicas: int, ep: int) -> None:
+    held, *others = (fake_step(rank, ranks, experts, replicas, ep) for rank in (0, ranks // 2, ranks - 1))
+    assert others == [held, held], "all ranks find the same owners"
+    for owners in held:
+        assert replicas == 1 or {owner // 2 for owner in owners} == {0, 1}, "both replicas hold every expert"
+        # Experts 0 and 1 belong to the first expert-parallel rank, with even ranks.
+        assert ep == 1 or [owner % 2 for owner in owners] == [0, 0, 1, 1]
+        assert len(set(owners)) == min(experts * replicas, ranks), "as many ranks as there can be"
+    assert len({frozenset(owners) for owners in held}) > 1 or ranks < 32, "layers have other owners"
 
 
 def test_matrices_of_one_parameter_have_separate_owners() -> None:
@@ -220,7 +172,7 @@ def test_matrices_of_one_parameter_have_separate_owners() -> None:
     gated = nn.ModuleList(nn.ParameterDict({"w13": torch.empty(2, HIDDEN, DIM)}) for _ in range(LAYERS))
     kernel = nn.ParameterDict({"kernel": torch.empty(32, 3, 4, 4)})
     with fake_world(4):
-        experts = place(make(5), Layout(5, rules=rules), 4)[0]
+        experts = place(make(5), 4, rules=rules)[0]
         mesh = init_device_mesh("cpu", (4,))
         joint = Owners(gated, mesh=mesh, rules=rules, split=[Split(match="*.w13", dims="g f d -> g | f d")])
         split = [Split(match="kernel", dims="o i h w -> | o (i h w)")]

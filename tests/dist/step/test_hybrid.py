@@ -1,11 +1,12 @@
-"""Hybrid under DDP, FSDP2 and FSDP2 with tensor parallelism trains as in one process."""
+"""Hybrid on two ranks: it trains as one process, reads checkpoints of other optimizers, and saves what it trains."""
 
-import itertools
+import copy
+from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,10 @@ from tests.dist.harness import on_ranks
 from tests.shared import equal, message, whole
 from tests.unit.test_hybrid import OPTIONS, Decoder, pair
 from tests.unit.test_hybrid import train as train_unclipped
+from tests.unit.test_hybrid_state import MOMENTS, SAME, problems_of, run_of, torch_adam
 from titan_muon import Expert, Hybrid, clip_grad_norm_
+
+train = partial(train_unclipped, max_norm=1.0)
 
 
 def shard(model: nn.Module) -> None:
@@ -36,43 +40,27 @@ def shard(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
-    """The model in a layout, and the optimizer."""
-    if layout == "ddp":
-        wrapped = DistributedDataParallel(model)
-        return wrapped, Hybrid(wrapped, **OPTIONS)
-    if layout == "fsdp":
-        shard(model)
-        return model, Hybrid(model, **OPTIONS)
-    # Like Accelerate's `prepare`: shard after the construction of the optimizer, then put new parameters into the
-    # groups.
-    hybrid = Hybrid(model, **OPTIONS)
-    shard(model)
-    named = dict(model.named_parameters())
-    for group in hybrid.param_groups:
-        group["params"] = [named[name] for name in group["param_names"]]
-    return model, hybrid
-
-
-train = partial(train_unclipped, max_norm=1.0)
-
-
 def weights(model: nn.Module) -> list[Tensor]:
     return [whole(param).detach().clone() for param in model.parameters()]
 
 
-KINDS = ("pair", "hybrid", "recipe")
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def sharded(kind: str, seed: int = 0) -> tuple[Decoder, Any]:
-    """An FSDP2 model with separate optimizers, with a Hybrid, or with a recipe's container."""
+def prepared(kind: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A model under DDP or FSDP2, with separate optimizers, with a Hybrid, or with a recipe's container."""
     model = Decoder(seed)
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model)
+        return wrapped, Hybrid(wrapped, **OPTIONS)
+    if kind == "swapped":
+        # Like Accelerate's `prepare`: shard after the construction of the optimizer, then put new parameters into the
+        # groups.
+        hybrid = Hybrid(model, **OPTIONS)
+        shard(model)
+        for group in hybrid.param_groups:
+            group["params"] = [model.get_parameter(name) for name in group["param_names"]]
+        return model, hybrid
     shard(model)
-    if kind == "pair":
-        return model, pair(model)
-    if kind == "hybrid":
-        return model, Hybrid(model, **OPTIONS)
+    if kind != "recipe":
+        return model, pair(model) if kind == "pair" else Hybrid(model, **OPTIONS)
     from titan_muon.trainer import HybridOptimizers
 
     tables = {
@@ -82,59 +70,50 @@ def sharded(kind: str, seed: int = 0) -> tuple[Decoder, Any]:
     return model, HybridOptimizers.Config(tables=tables, implementation="foreach").build(model_parts=[model])
 
 
-def saved(kind: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    states = optimizer.state_dict() if kind == "recipe" else get_optimizer_state_dict(model, optimizer, options=FLAT)
-    return {"model": model.state_dict(), "optimizer": states}
+def saved(model: nn.Module, optimizer: Any, options: StateDictOptions) -> dict[str, Any]:
+    is_recipe = hasattr(optimizer, "model_parts")
+    states = optimizer.state_dict() if is_recipe else get_optimizer_state_dict(model, optimizer, options=options)
+    return {"model": get_model_state_dict(model), "optimizer": states}
+
+
+PAIRS = [*permutations(("pair", "hybrid", "recipe"), 2), *((kind, kind) for kind in ("ddp", "hybrid", "swapped"))]
+"""The kind that saves a checkpoint, and the kind that continues from the checkpoint."""
 
 
 @on_ranks(2)
-def test_separate_optimizers_a_hybrid_and_a_recipe_read_each_others_checkpoints(rank: int, tmp_path: Path) -> None:
-    for source, target in itertools.permutations(KINDS, 2):
-        model, optimizer = sharded(source)
+def test_ranks_train_as_one_process_and_continue_each_others_checkpoints_with_equal_bits(
+    rank: int, tmp_path: Path
+) -> None:
+    alone = Decoder()
+    group = [dist.new_group([each]) for each in range(2)][rank]
+    train(alone, Hybrid(alone, **OPTIONS, process_group=group), range(4))
+    for source, target in PAIRS:
+        options = StateDictOptions(flatten_optimizer_state_dict=source != target)
+        model, optimizer = prepared(source)
         train(model, optimizer, range(2))
         path = f"{tmp_path}/{source}-{target}"
-        dcp.save(saved(source, model, optimizer), checkpoint_id=path)
-        other, reader = sharded(target, seed=1)
-        states = saved(target, other, reader)
+        dcp.save(saved(model, optimizer, options), checkpoint_id=path)
+        other, reader = prepared(target, seed=1)
+        state = saved(other, reader, options)
         # TorchTitan's containers save no `param_names`.
-        planner = DefaultLoadPlanner(allow_partial_load=source == "recipe")
-        dcp.load(states, checkpoint_id=path, planner=planner)
-        other.load_state_dict(states["model"])
+        dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=source == "recipe"))
+        set_model_state_dict(other, state["model"])
         if target == "recipe":
-            reader.load_state_dict(states["optimizer"])
+            reader.load_state_dict(state["optimizer"])
         else:
-            set_optimizer_state_dict(other, reader, states["optimizer"], options=FLAT)
+            set_optimizer_state_dict(other, reader, state["optimizer"], options=options)
         train(model, optimizer, range(2, 4))
         train(other, reader, range(2, 4))
         assert equal(weights(model), weights(other)), (source, target)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "swapped"])
-def test_ranks_train_as_a_single_process_and_resume_with_equal_bits(rank: int, layout: str, tmp_path: Path) -> None:
-    alone = Decoder()
-    group = [dist.new_group([each]) for each in range(2)][rank]
-    train(alone, Hybrid(alone, **OPTIONS, process_group=group), range(5))
-    model, hybrid = prepared(layout, Decoder())
-    train(model, hybrid, range(3))
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, hybrid), strict=True))
-    dcp.save(states, checkpoint_id=tmp_path)
-    train(model, hybrid, range(3, 5))
-    other, resumed = prepared(layout, Decoder(seed=1))
-    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    train(other, resumed, range(3, 5))
-    assert equal(weights(model), weights(other))
-    for weight, expected in zip(weights(model), weights(alone), strict=True):
-        # Five updates of about 0.02 each. Newton-Schulz in bfloat16 magnifies differences of the last bits.
-        torch.testing.assert_close(weight, expected, rtol=0, atol=2e-3)
+        for weight, expected in zip(weights(model), weights(alone), strict=True):
+            # Four updates of about 0.02 each. Newton-Schulz in bfloat16 magnifies differences of the last bits.
+            torch.testing.assert_close(weight, expected, rtol=0, atol=2e-3)
 
 
 @on_ranks(2)
 def test_a_state_dict_on_rank_0_alone_is_refused_after_a_fault_and_read_after_a_skipped_step(rank: int) -> None:
     """As Trainer saves under DDP."""
-    model, hybrid = prepared("ddp", Decoder())
+    model, hybrid = prepared("ddp")
     train(model, hybrid, range(1))
     if rank == 0:
         hybrid.state_dict()
@@ -151,3 +130,52 @@ def test_a_state_dict_on_rank_0_alone_is_refused_after_a_fault_and_read_after_a_
         # The skipped step has changed nothing, so the state is right.
         hybrid.state_dict()
     assert "embed.weight" in message(hybrid.step)
+
+
+@on_ranks(2)
+def test_hybrid_saves_the_state_that_its_optimizers_train(rank: int) -> None:
+    """After each event at each moment. Plain tensors are replicas, as under DDP."""
+    layouts: dict[str, Callable[[nn.Module], object] | None] = {"replicas": None, "fsdp": shard}
+    with torch_adam():
+        for layout, place in layouts.items():
+            for name, event in SAME.items():
+                # FSDP keeps the parameters that it has made, and a copy of a device mesh is another mesh.
+                if layout == "fsdp" and name not in ("read_state", "load_its_own", "freeze_and_thaw"):
+                    continue
+                for moment in MOMENTS:
+                    assert problems_of(run_of(shard=place), moment, event, place) == [], (layout, name, moment)
+
+
+@on_ranks(2)
+def test_a_state_dict_that_is_wrong_on_one_rank_changes_nothing_on_any(rank: int) -> None:
+    with torch_adam():
+        run = run_of()
+        train_unclipped(run.model, run.hybrid, range(2))
+        wrong, before = (copy.deepcopy(run.hybrid.state_dict()["state"]) for _ in range(2))
+        for value in (value for state in wrong.values() for value in state.values()):
+            value.mul_(2)
+        if rank == 1:
+            wrong[0]["exp_avg"] = torch.zeros(3, 3)
+        error = message(lambda: run.hybrid.load_state_dict({**run.hybrid.state_dict(), "state": wrong}))
+        assert "embed.weight: the state dict has no exp_avg with this optimizer's" in error
+        assert "(on rank 1)" in error
+        for key, state in run.hybrid.state_dict()["state"].items():
+            assert equal(before[key].values(), state.values())
+
+
+@on_ranks(2)
+def test_a_stage_without_matrices_trains_and_a_model_without_matrices_is_refused(rank: int) -> None:
+    """Pipeline stages of one rank, with a linear layer or with an embedding alone."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+
+    def stage(has_matrices: bool) -> Hybrid:
+        part = nn.Sequential(nn.Linear(16, 32) if has_matrices else nn.Embedding(24, 16))
+        fully_shard(part, mesh=mesh)
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return Hybrid(part, **OPTIONS)
+
+    hybrid = stage(rank == 1)
+    hybrid.step()
+    assert sorted({a.optimizer for a in hybrid.assignments}) == (["adamw", "muon"] if rank == 1 else ["adamw"])
+    assert "Muon has no parameter to train" in message(stage(False).build)

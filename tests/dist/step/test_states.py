@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
+from tests.dist.small_params import placed
 from tests.parity.checkpoints import load, saved
 from tests.parity.references import ALGORITHM
 from tests.parity.table import ELEMENTS_SMOOTHED, NORMUON_AND_SOAP, ROWS_SMOOTHED, SPHERE, row
@@ -87,8 +87,7 @@ def test_only_the_buckets_of_soap_travel_in_float32_and_options_of_another_stage
     assert {plan.wire_bytes(bucket) for bucket in plan.buckets} == {2, 4}
     assert "travel in float32, because their algorithm needs this" in plan.reason
     # Pipeline stages of one rank, with SOAP on rank 0 alone, and on no rank.
-    mesh, matrix = DeviceMesh("cpu", [rank]), torch.ones(16, 24)
-    params = [(f"{rank}.w", nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)))]
+    params = [(f"{rank}.w", nn.Parameter(placed(torch.ones(16, 24), DeviceMesh("cpu", [rank]))))]
     groups = [[{"params": params, "algorithm": name}] for name in ("muon" if rank else "soap", "muon")]
     used, unused = (message(Muon(group, expert=Expert(soap_freq=5)).build) for group in groups)
     assert used == ""
@@ -137,6 +136,22 @@ def test_a_replicated_state_dict_is_loaded_and_an_owners_state_dict_is_refused(r
     assert "the momentum is on its owner alone" in read, "an empty tensor would be taken for the momentum"
 
 
+@on_ranks(2)
+def test_the_momentum_of_bfloat16_weights_has_the_dtype_of_the_option_and_is_loaded(rank: int) -> None:
+    """After 300 equal gradients an average in bfloat16 stalls at 0.96."""
+    param = nn.Parameter(placed(torch.ones(16, 24, dtype=torch.bfloat16)))
+    param.grad = torch.ones_like(param)
+    for name, error in (("float32", 1e-5), ("bfloat16", 0.05)):
+        optimizer, again = (Muon([("w", param)], lr=0.0, state_dtype=name).build() for _ in range(2))
+        for _ in range(300):
+            optimizer.step()
+        average = local(optimizer.state[param]["momentum_buffer"])
+        assert average.dtype == getattr(torch, name)
+        assert float((average - 1).abs().max()) < error
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert torch.equal(average, local(again.state[param]["momentum_buffer"]))
+
+
 def eight_bits(rank: int, world_size: int, layout: str, folder: str, reads: bool) -> list[Tensor]:
     """Whole states after a save, or after a load in place of others."""
     made = trained(world_size, layout, *((9,) if reads else (1, 2)), math=INT8, shapes=("wide", "uneven", "experts"))
@@ -157,8 +172,6 @@ def test_an_int8_momentum_loads_in_another_layout_and_world_without_rounding(tmp
 
 @on_ranks(2)
 def test_blocks_of_an_int8_momentum_across_shards_are_refused(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    param = nn.Parameter(distribute_tensor(torch.ones(16, 96), mesh, [Shard(1)], src_data_rank=None))
-    text = message(Muon([("w", param)], state_dtype="int8").build)
+    text = message(Muon([("w", nn.Parameter(placed(torch.ones(16, 96), dim=1)))], state_dtype="int8").build)
     assert "state_dtype = 'int8'" in text
     assert "w has 96 columns on 2 ranks" in text
