@@ -1,6 +1,5 @@
 """Agreements between ranks: every rank takes part, no rank waits forever, and a Muon may be of some ranks only."""
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
@@ -128,35 +127,28 @@ def test_a_wrong_state_on_a_rank_is_an_error_on_every_rank_and_a_step_can_follow
             muon.step()
 
 
-def timeouts(muon: Muon) -> set[timedelta]:
-    return {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._new_groups}
-
-
-GROUPS: list[tuple[tuple[int, ...], Any, int]] = [
-    ((2, 2), (Shard(0), Replicate()), 0),
-    ((2, 2), (Shard(0), Shard(1)), 0),
+GROUPS: tuple[tuple[tuple[int, ...], tuple[Any, ...], int], ...] = (
+    ((4, 2), (Shard(0), Replicate()), 0),
+    ((4, 2), (Shard(0), Shard(1)), 0),
     # Three axes without a group of exactly the sharing ranks.
     ((2, 2, 2), (Replicate(), Shard(0), Shard(1)), 1),
-]
+)
 """A mesh, placements, and the new process groups of a Muon, beside those of mesh axes and of the world."""
 
 
-def groups_made(rank: int, world_size: int, mesh: tuple[int, ...], placements: Any, made: int) -> None:
-    devices = init_device_mesh("cpu", mesh)
-    param = Parameter(distribute_tensor(torch.ones(16, 24), devices, placements, src_data_rank=None))
-    before = len(dist.distributed_c10d._world.pg_map)
-    muon = Muon([("w", param)], expert=Expert(replicas="redundant")).build()
-    assert len(dist.distributed_c10d._world.pg_map) - before == made
-    assert timeouts(muon) == {timedelta(seconds=90)} if made else not timeouts(muon)
-    muon.close()
-    assert len(dist.distributed_c10d._world.pg_map) == before
-
-
-@pytest.mark.parametrize(("mesh", "placements", "made"), GROUPS, ids=str)
-def test_a_new_group_has_the_worlds_timeout_and_is_destroyed_with_the_optimizer(
-    mesh: tuple[int, ...], placements: Any, made: int
-) -> None:
-    run_ranks(groups_made, math.prod(mesh), mesh, placements, made, timeout=SECONDS)
+@on_ranks(8)
+def test_a_new_group_has_the_worlds_timeout_and_is_destroyed_with_the_optimizer(rank: int) -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    for mesh, placements, made in GROUPS:
+        whole = torch.ones(16, 24)
+        param = Parameter(distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None))
+        before = len(groups)
+        muon = Muon([("w", param)], expert=Expert(replicas="redundant")).build()
+        assert len(groups) - before == made
+        new = [group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._new_groups]
+        assert new == [timedelta(seconds=90)] * made
+        muon.close()
+        assert len(groups) == before
 
 
 def test_a_tensor_learning_rate_is_compared_by_value() -> None:

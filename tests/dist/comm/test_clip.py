@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.dist import small_params
 from tests.dist.harness import on_ranks
-from tests.shared import message
+from tests.parity.layouts import LAYOUTS, mesh_of, placed
+from tests.shared import local, message
 from titan_muon import Muon
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
@@ -34,46 +34,41 @@ def whole_gradients() -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradient: Tensor) -> nn.Parameter:
-    placed = gradient.clone() if mesh is None else distribute_tensor(gradient, mesh, placements)
-    parameter = nn.Parameter(torch.zeros_like(placed))
-    parameter.grad = placed
+def with_gradient(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
     return parameter
 
 
 def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: Tensor) -> nn.Parameter:
-    whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
+    whole = gradient if tensor is None else small_params.placed(gradient, tensor)
     parameter = place_on_owners(whole, data, [owner]).requires_grad_()
     if parameter.to_local().numel() > 0:
         parameter.grad = parameter.detach().clone()
     return parameter
 
 
+PLACED = ("fsdp beside tp", "fsdp x tp rows", "ep x rows", "plain", "hsdp")
+
+
 @on_ranks(4)
 def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process(rank: int) -> None:
     """The norm and the gradients of dense, strided, expert, plain, replicated and owned parameters."""
-    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
-    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    flat = init_device_mesh("cpu", (4,))
+    dense, replicated, flat = (mesh_of(axes, ()) for axes in ("shard tp", "replicate shard", "shard"))
     for clipped, max_norm, norm_type in CASES:
         g = whole_gradients()
         parameters = [
-            laid_out(dense["tp"], (Shard(1),), g[0]),
-            laid_out(dense, (_StridedShard(0, split_factor=2), Shard(0)), g[1]),
-            laid_out(experts, (Shard(1), Shard(0)), g[2]),
-            laid_out(None, (), g[3]),
-            laid_out(replicated, (Replicate(), Shard(0)), g[4]),
+            *(with_gradient(placed(value, LAYOUTS[name])) for name, value in zip(PLACED, g, strict=False)),
             owned(flat, None, 2, g[5]),
             owned(replicated, None, 1, g[6]),
-            owned(dense["fsdp"], dense["tp"], 1, g[7]),
-            owned(dense["fsdp"], dense["tp"], 0, g[8]),
+            owned(dense["shard"], dense["tp"], 1, g[7]),
+            owned(dense["shard"], dense["tp"], 0, g[8]),
         ]
         if clipped == ALL:
             norm = clip_grad_norm_(iter(parameters), max_norm, norm_type)
         else:
             norm = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=4)()
-        alone = [laid_out(None, (), gradient) for gradient in whole_gradients()]
+        alone = list(map(with_gradient, whole_gradients()))
         total = torch.nn.utils.get_total_norm([p.grad for p in alone], norm_type)
         nn.utils.clip_grad_norm_([alone[i] for i in clipped], max_norm, norm_type)
         assert float(norm) == pytest.approx(float(total), rel=1e-5)
@@ -85,11 +80,10 @@ def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process(rank: int)
 @on_ranks(4)
 def test_experts_on_other_meshes_count_once_each_and_replicas_once(rank: int) -> None:
     """A parameter that tensor parallelism replicates, and other experts on equal meshes, as under Megatron-FSDP."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "other"))
-    whole = whole_gradients()
-    expert = laid_out(mesh["fsdp"], (Shard(0),), whole[5 + mesh.get_local_rank("other")])
+    whole, beside = whole_gradients(), LAYOUTS["fsdp beside tp"]
+    expert = with_gradient(placed(whole[5 + rank % 2], beside))
     setattr(expert, OTHER_EXPERTS, True)
-    dense = laid_out(mesh["fsdp"], (Shard(0),), whole[0])
+    dense = with_gradient(placed(whole[0], beside))
     norm = float(clip_grad_norm_([dense, expert], math.inf))
     assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([whole[0], whole[5], whole[6]])), rel=1e-5)
     expert._mfsdp_parameter_group = object()  # type: ignore[attr-defined]
@@ -98,8 +92,7 @@ def test_experts_on_other_meshes_count_once_each_and_replicas_once(rank: int) ->
 
 
 def test_clip_grad_norm_needs_no_process_group() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.tensor([3.0, 0.0, 4.0])
+    parameter = with_gradient(torch.tensor([3.0, 0.0, 4.0]))
     assert float(clip_grad_norm_(parameter, 1.0)) == 5.0
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]))
     parameter.grad[0] = torch.nan
@@ -113,11 +106,11 @@ def test_the_norm_sums_over_pipeline_stages_and_is_computed_in_float32(rank: int
     """Stages with different parameters, some without a gradient; and bfloat16 gradients, whose steps are 0.4 %."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))["fsdp"]
     held = whole_gradients()[:2] if rank < 2 else whole_gradients()[2:]
-    parameters = [*(laid_out(mesh, (Shard(0),), gradient) for gradient in held), nn.Parameter(torch.zeros(3))]
+    parameters = [*(with_gradient(small_params.placed(value, mesh)) for value in held), nn.Parameter(torch.zeros(3))]
     expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole_gradients()))
     norm = GradientClip(parameters, parameters, max_norm=1.0, stage_ranks=2)()
     assert float(norm) == pytest.approx(expected, rel=1e-6)
-    half = laid_out(None, (), torch.full((4128,), 1.0, dtype=torch.bfloat16))
+    half = with_gradient(torch.full((4128,), 1.0, dtype=torch.bfloat16))
     norm = GradientClip([half], [half], max_norm=1.0, stage_ranks=4)()
     assert float(norm) == pytest.approx(4128**0.5, rel=1e-6)
     assert float(half.grad.double().norm()) == pytest.approx(1.0, rel=4e-3)
@@ -126,33 +119,30 @@ def test_the_norm_sums_over_pipeline_stages_and_is_computed_in_float32(rank: int
 @on_ranks(2)
 def test_a_rank_without_parameters_joins_the_collective(rank: int) -> None:
     """A parameter on rank 0 alone, and a step of Muon that a norm from rank 0 skips."""
-    parameter = nn.Parameter(torch.zeros(4, 5))
-    parameter.grad = torch.full((4, 5), 2.0)
+    parameter = with_gradient(torch.full((4, 5), 2.0))
     held = [parameter] if rank == 0 else []
     for norm_type, expected in ((2.0, math.sqrt(80)), (math.inf, 1 / math.sqrt(20))):
         assert float(clip_grad_norm_(held, 1.0, norm_type, stages=2)) == pytest.approx(expected)
     assert float(GradientClip(held, held, max_norm=1.0, stage_ranks=1)()) == pytest.approx(1.0)
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     assert float(GradientClip([frozen], [], max_norm=1.0, stage_ranks=1)()) == 0.0
-    shared = nn.Parameter(distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
-    shared.grad = torch.full_like(shared, math.nan)
+    shared = with_gradient(small_params.placed(torch.full((4, 6), math.nan)))
     muon = Muon([("weight", shared)])
     clip_grad_norm_([shared] if rank == 0 else [], 1.0, optimizer=muon)
     muon.step()
     assert "weight on rank 0" in message(muon.check_last_step)
-    assert bool((shared.to_local() == 1).all())
+    assert not local(shared).any()
 
 
 @on_ranks(2)
 def test_a_scaler_does_not_hide_the_norm_of_all_ranks(rank: int) -> None:
     """An infinite gradient on rank 1 alone leaves the weights of each rank."""
-    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    parameter = with_gradient(small_params.placed(torch.ones(4, 6)))
     muon = Muon([("weight", parameter)])
-    parameter.grad = torch.ones_like(parameter)
     if rank == 1:
-        parameter.grad.to_local().fill_(math.inf)
+        local(parameter.grad).fill_(math.inf)
     clip_grad_norm_([parameter], 1.0, optimizer=muon)
     # As a GradScaler does, which looks at the gradients of this rank alone.
     muon.found_inf, muon.grad_scale = torch.tensor(float(rank)), None  # type: ignore[attr-defined]
     muon.step()
-    assert bool((parameter.to_local() == 1).all())
+    assert not local(parameter).any()

@@ -28,7 +28,6 @@ from titan_muon.engine.faults.report import FaultReport
 from titan_muon.engine.layout.types import Plan
 from titan_muon.engine.program.phases import BucketProgram
 from titan_muon.engine.program.program import make_program
-from titan_muon.engine.step.views import Batch
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import Machine
 from titan_muon.planner.summary import summarize
@@ -94,6 +93,11 @@ def experts(world: int, rank: int, degree: int, number: int, count: int = 20) ->
     return Case(world, stacks, rank=rank)
 
 
+def batches(**options: Any) -> Case:
+    """Many equal shapes, which share calls."""
+    return case((4,), (ROWS,), (*EXPERTS, *((64, 128),) * 32), options=options, exchanges=("all_to_all",))
+
+
 HIERARCHICAL: dict[str, Any] = {
     "options": {"machine": SLOW_LINKS, "buffer_gib": 6000 / 2**30},
     "exchanges": ("hierarchical",),
@@ -125,6 +129,11 @@ CASES: dict[str, Case] = {
     "two hops, 4 nodes by rows": case((4, 2), TWICE, UNEVEN, **in_hops(2)),
     "two hops, 3 nodes": case((8,), (ROWS,), UNEVEN, **in_hops(3)),
     "two hops, 1,024 ranks": replace(fsdp(1024, 1000, count=8), **in_hops(8)),
+    "auto": batches(orthogonalize="auto"),
+    "auto in float32": batches(orthogonalize="auto", ns_dtype="float32"),
+    "standard in float16": batches(orthogonalize="standard", ns_dtype="float16"),
+    "gram": batches(orthogonalize="gram", ns_coefficients="deepseek_v4", ns_steps=10),
+    "three steps": batches(orthogonalize="auto", ns_coefficients=((1.5, -0.5, 0.0),), ns_steps=3),
     "fsdp, 128 ranks, first": fsdp(128, 0),
     "fsdp, 128 ranks, last": fsdp(128, 127),
     "fsdp, 1,024 ranks": fsdp(1024, 1000, count=8),
@@ -136,42 +145,15 @@ TRIED = [(name, exchange) for name, made in CASES.items() for exchange in made.e
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's step.
-
-    Attributes:
-        words: payload of each all-reduce.
-        calls: collectives with pieces.
-        sent: bytes of these collectives to other ranks.
-        counters: calls and bytes by the optimizer's counters.
-        flops: of all matrix products.
-        matrices: orthogonalized matrices, by index in the plan.
-    """
+    """One rank's step: payload of each all-reduce, collectives with pieces, their bytes to other ranks, and FLOPs."""
 
     words: list[int]
     calls: int
     sent: int
-    counters: tuple[int, int]
     flops: int
-    matrices: list[int]
 
 
-class Watched(Muon):
-    """Muon with a record of orthogonalized matrices."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.build()
-        mask = self.engine.step.mask
-        zero_ = mask.zero_
-
-        def noted(batch: Batch, gradients: Any) -> Any:
-            self.__dict__.setdefault("seen", []).extend(batch.matrices)
-            return zero_(batch, gradients)
-
-        mask.zero_ = noted  # type: ignore[method-assign]
-
-
-def build(case: Case, **options: Any) -> Watched:
+def build(case: Case, **options: Any) -> Muon:
     """The optimizer of a case, with gradients."""
     params = []
     for stack in case.stacks:
@@ -183,7 +165,14 @@ def build(case: Case, **options: Any) -> Watched:
                 full = [distribute_tensor(t, mesh, stack.placements, src_data_rank=None) for t in full]
             params.append((f"layers.{len(params)}.weight", nn.Parameter(full[0])))
             params[-1][1].grad = full[1]
-    return Watched(params, **muon_keywords(**{"orthogonalize": "reference", **case.options, **options}))
+    return Muon(params, **muon_keywords(**{"orthogonalize": "reference", **case.options, **options})).build()
+
+
+def matrices_of(optimizer: Muon) -> list[int]:
+    """The matrices of a step on this rank, by index in the plan."""
+    return [
+        matrix for views in optimizer.engine.step.views for _, batch, _ in views.batches for matrix in batch.matrices
+    ]
 
 
 class FakeTransport(CollectiveCounter):
@@ -199,52 +188,52 @@ class FakeTransport(CollectiveCounter):
         return func(nothing, nothing, group, [0] * len(output_splits), [0] * len(input_splits), *rest)
 
 
-def count(optimizer: Watched, counter: CollectiveCounter | None = None) -> Counted:
+def count(optimizer: Muon, counter: CollectiveCounter | None = None) -> Counted:
     before = (optimizer.exchange.traffic.calls, optimizer.exchange.traffic.bytes_sent)
     with FlopCounterMode(display=False) as flops, counter or CollectiveCounter() as counter:
         optimizer.step()
     pieces = [call for call in counter.calls if call.name != "allreduce"]
-    return Counted(
-        words=[call.payload for call in counter.calls if call.name == "allreduce"],
-        calls=len(pieces),
-        sent=sum(call.sent for call in pieces),
-        counters=(optimizer.exchange.traffic.calls - before[0], optimizer.exchange.traffic.bytes_sent - before[1]),
-        flops=flops.get_total_flops(),
-        matrices=optimizer.__dict__.pop("seen", []),
-    )
+    words = [call.payload for call in counter.calls if call.name == "allreduce"]
+    counted = Counted(words, len(pieces), sum(call.sent for call in pieces), flops.get_total_flops())
+    after = (optimizer.exchange.traffic.calls, optimizer.exchange.traffic.bytes_sent)
+    assert (after[0] - before[0], after[1] - before[1]) == (counted.calls, counted.sent), "the optimizer's counters"
+    return counted
 
 
 def options_of(exchange: str) -> dict[str, str]:
     return {"exchange": exchange} if exchange in EXCHANGES else {}
 
 
-def count_cases(rank: int, world_size: int) -> dict[tuple[str, str], tuple[Plan, list[Counted]]]:
-    """Two steps of every case of this world with every exchange."""
+Counts = tuple[Plan, Counted, list[int]]
+
+
+def count_cases(rank: int, world_size: int) -> dict[tuple[str, str], Counts]:
+    """Every case of this world with every exchange."""
     # Ranks may play several nodes, unlike those of torchrun.
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     counted = {}
     for name, exchange in TRIED:
         if (CASES[name].world, CASES[name].rank) == (world_size, None):
             optimizer = build(CASES[name], **options_of(exchange))
-            counted[name, exchange] = (optimizer.plan, [count(optimizer) for _ in range(2)])
+            first, second = (count(optimizer) for _ in range(2))
+            assert first == second
+            counted[name, exchange] = optimizer.plan, second, matrices_of(optimizer)
     return counted
 
 
 @cache
-def world(world_size: int) -> list[dict[tuple[str, str], tuple[Plan, list[Counted]]]]:
+def world(world_size: int) -> list[dict[tuple[str, str], Counts]]:
     return run_ranks(count_cases, world_size)
 
 
-def counts_of(name: str, exchange: str) -> tuple[Plan, dict[int, Counted]]:
-    """The plan, and the counts of all ranks, or of the rank of a fake world."""
+def counts_of(name: str, exchange: str) -> dict[int, Counts]:
+    """The plan, counts and matrices of all ranks, or of the rank of a fake world."""
     made = CASES[name]
     if made.rank is None:
-        every = [ranks[name, exchange] for ranks in world(made.world)]
-        assert all(first == second for _, (first, second) in every)
-        return every[0][0], {rank: counted[1] for rank, (_, counted) in enumerate(every)}
+        return {rank: cases[name, exchange] for rank, cases in enumerate(world(made.world))}
     with fake_world(made.world, made.rank):
         optimizer = build(made, **options_of(exchange))
-        return optimizer.plan, {made.rank: count(optimizer, FakeTransport())}
+        return {made.rank: (optimizer.plan, count(optimizer, FakeTransport()), matrices_of(optimizer))}
 
 
 def extra_calls(run: BucketProgram) -> int:
@@ -257,59 +246,32 @@ def extra_calls(run: BucketProgram) -> int:
 
 @pytest.mark.parametrize(("name", "exchange"), TRIED)
 def test_calls_bytes_flops_and_matrices_equal_the_plan(name: str, exchange: str) -> None:
-    plan, counts = counts_of(name, exchange)
-    costs = summarize(plan).ranks
+    counts = counts_of(name, exchange)
+    plan = next(iter(counts.values()))[0]
+    costs, size = summarize(plan).ranks, len(counts)
     assert {bucket.exchange for bucket in plan.buckets} <= {exchange}
     # A code for each parameter; hashes of hyperparameters and of the number of steps, and their negatives; two flags.
     # Plain tensors also compare their sizes and the negatives.
     compared = 2 * sum(parameter.plain for parameter in plan.parameters)
     words = [4 * (len(plan.parameters) + compared + 2 * 2 + 2)] if plan.buckets else []
-    for rank, mine in counts.items():
+    elements = sum(matrix.numel for matrix in plan.matrices)
+    for rank, (_, mine, matrices) in counts.items():
         extra = sum(extra_calls(run) for run in make_program(plan, rank).buckets)
         assert mine.sent == costs[rank].bytes_sent
         assert mine.calls == costs[rank].collectives + extra or (exchange == "hierarchical" and mine.calls >= extra)
-        assert mine.counters == (mine.calls, mine.sent)
         assert mine.words == words
-        assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)
-        assert len(mine.matrices) == costs[rank].matrices
-    elements, size = sum(matrix.numel for matrix in plan.matrices), len(counts)
-    if name.endswith("whole"):
-        assert all((mine.calls, mine.sent, len(mine.matrices)) == (0, 0, 24 // size) for mine in counts.values())
-    if name == "plain":
-        # The gradients are everywhere, so only results are sent.
-        assert all(mine.sent == elements * BF16 * (size - 1) // size for mine in counts.values())
+        assert mine.flops == sum(plan.matrices[m].flops for m in matrices)
+        assert len(matrices) == costs[rank].matrices
+        assert not name.endswith("whole") or (mine.calls, mine.sent, len(matrices)) == (0, 0, 24 // size)
+        # The gradients of plain tensors are everywhere, so only results are sent.
+        assert name != "plain" or mine.sent == elements * BF16 * (size - 1) // size
     if CASES[name].rank is None:
-        assert max(mine.flops for mine in counts.values()) == max(cost.ns_flops for cost in costs)
-        done = sorted(matrix for mine in counts.values() for matrix in mine.matrices)
+        assert max(mine.flops for _, mine, _ in counts.values()) == max(cost.ns_flops for cost in costs)
+        done = sorted(matrix for _, _, matrices in counts.values() for matrix in matrices)
         assert exchange == "all_gather" or done == list(range(len(plan.matrices)))
     if (name, exchange) == ("fsdp", "all_to_all"):
         # The mean over N ranks is 2 (N - 1) / N x P b / N, the minimum. Multiplied by N² every term is an integer.
         assert sum(cost.bytes_sent for cost in costs) * size == 2 * (size - 1) * elements * BF16
-
-
-@pytest.mark.parametrize("name", ["fsdp, 1,024 ranks", "experts, 1,024 ranks"])
-def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name: str) -> None:
-    """As engines of accelerators do at construction."""
-    made = CASES[name]
-    with fake_world(made.world, made.rank):
-        optimizer = build(made)
-        with FakeTransport() as step:
-            optimizer.step()
-        before = optimizer.exchange.traffic.calls
-        optimizer.engine.rank.buffers.memory.take()
-        with FakeTransport() as warm_up:
-            optimizer.exchange.warm_up(optimizer.plan)
-    largest = [
-        {ranks: max(call.payload for call in counter.calls if call.ranks == ranks) for ranks in groups}
-        for counter in (step, warm_up)
-        for groups in [{call.ranks for call in counter.calls if call.name != "allreduce"}]
-    ]
-    assert largest[0] == largest[1]
-    # A gather and a return of each group, for any number of matrices.
-    groups = {bucket.group for bucket in optimizer.plan.buckets if made.rank in bucket.group}
-    assert len(warm_up.calls) == 2 * len(groups)
-    assert len(warm_up.calls) < len(step.calls)
-    assert optimizer.exchange.traffic.calls in (0, before)
 
 
 def test_a_step_makes_fewer_views_than_matrices() -> None:
@@ -364,29 +326,3 @@ def test_memory_is_planned_and_none_is_kept(rank: int, exchange: str, number: in
         # Newton-Schulz holds the matrix twice, the Gram matrix and the polynomial; oneDNN packs two operands.
         assert new < 6 * prod(MATRIX) * BF16
         assert number == 8 or prod(MATRIX) * BF16 + new <= 0.1 * cost.buffer_bytes + 1.1 * cost.work_bytes
-
-
-METHODS: tuple[dict[str, Any], ...] = (
-    {"orthogonalize": "auto"},
-    {"orthogonalize": "auto", "ns_dtype": "float32"},
-    {"orthogonalize": "standard", "ns_dtype": "float16"},
-    {"orthogonalize": "gram", "ns_coefficients": "deepseek_v4", "ns_steps": 10},
-    {"orthogonalize": "auto", "ns_coefficients": ((1.5, -0.5, 0.0),), "ns_steps": 3},
-)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("options", METHODS, ids=str)
-def test_flops_and_memory_equal_the_plan_for_every_method(rank: int, options: dict[str, Any]) -> None:
-    """On many equal shapes; memory without buffers and the stack, of which oneDNN's scratch is no part."""
-    optimizer = build(case((4,), (ROWS,), (*EXPERTS, *(MATRIX,) * 32)), **options)
-    mine, plan = count(optimizer), optimizer.plan
-    _, new, left = allocated(partial(step_and_settle, optimizer))
-    cost = summarize(plan).ranks[rank]
-    assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices) == cost.ns_flops
-    assert max(work.batch for work in plan.works) > 1
-    assert left < SMALL
-    views = optimizer.engine.step.views
-    workspace = max(batch.whole.numel() for view in views for _, batch, _ in view.batches) * BF16
-    assert workspace < cost.work_bytes
-    assert 0.5 * (cost.work_bytes - workspace) < new - cost.buffer_bytes - workspace <= 1.1 * cost.work_bytes

@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, unsharded_bytes, whole
@@ -81,26 +83,20 @@ def repeated(model: Net) -> None:
 
 def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: bool = True) -> dict[str, Tensor]:
     """Parameters after a few steps of SGD with momentum on `parts` microbatches each."""
-    model = make()
+    model, shares, owners = make(), world_size // setup.tensor, None
     alone = setup.placement == "alone"
-    shares = world_size // setup.tensor
-    owners = None
     if not alone:
         owners = place(model, setup, data_mesh(world_size, setup, model))
     elif setup.prepare is not None:
         setup.prepare(model)
+    mine = range(shares) if alone else [rank // setup.tensor]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9, foreach=False)
     for step in range(STEPS):
         for part in range(parts):
-            if not alone and not sync_each:
-                model.set_requires_gradient_sync(part == parts - 1)
-                if owners is not None:
-                    owners.set_requires_gradient_sync(part == parts - 1)
-            if alone:
-                for share in range(shares):
-                    (loss_of(model, share, shares, step, part) / shares).backward()
-            else:
-                loss_of(model, rank // setup.tensor, shares, step, part).backward()
+            for reducing in () if alone or sync_each else filter(None, (model, owners)):
+                reducing.set_requires_gradient_sync(part == parts - 1)
+            for share in mine:
+                (loss_of(model, share, shares, step, part) / len(mine)).backward()
         optimizer.step()
         optimizer.zero_grad()
     if owners is not None:
@@ -108,10 +104,10 @@ def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: b
     return whole(model)
 
 
-def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, sync_each: bool = True) -> float:
+def both(rank: int, world_size: int, setup: Setup, other: str, *microbatches: Any) -> float:
     """Largest difference of any parameter between a setup and the same model placed otherwise."""
-    ours = train(rank, world_size, setup, parts, sync_each)
-    theirs = train(rank, world_size, replace(setup, placement=other, shard_first=False), parts, sync_each)
+    setups = (setup, replace(setup, placement=other, shard_first=False))
+    ours, theirs = (train(rank, world_size, each, *microbatches) for each in setups)
     start = whole(make())
     assert list(ours) == list(theirs)
     assert max(float((ours[name] - start[name]).abs().max()) for name in start) > 0.01, "nothing was trained"
@@ -167,12 +163,13 @@ def fail(*_: object) -> None:
     raise OutOfMemory
 
 
+BEFORE, BETWEEN, AFTER = "before the forward", "between forward and backward", "before the update"
 EVENTS: dict[str, tuple[str, str, str]] = {
-    "evaluation": ("before the update", "forward", ""),
-    "forward fails in a layer": ("before the update", "forward", "layers.1.w1"),
-    "forward fails between layers": ("before the update", "forward", "layers.1"),
-    **{f"backward fails at {p}": ("before", "backward", p) for p in ("out", "layers.2.w2", "layers.1", "layers.0.wq")},
-    "backward fails between forward and backward": ("between", "backward", "layers.1"),
+    "evaluation": (AFTER, "forward", ""),
+    "forward fails in a layer": (AFTER, "forward", "layers.1.w1"),
+    "forward fails between layers": (AFTER, "forward", "layers.1"),
+    **{f"backward fails at {p}": (BEFORE, "backward", p) for p in ("out", "layers.2.w2", "layers.1", "layers.0.wq")},
+    "backward fails between forward and backward": (BETWEEN, "backward", "layers.1"),
 }
 """When in a step, in which pass, and at which module a pass fails on every rank; an evaluation does not fail."""
 
@@ -187,6 +184,8 @@ def disturb(model: Net, rank: int, world_size: int, kind: str, place: str) -> No
             loss.backward()
     if handle is not None:
         handle.remove()
+    if kind == "backward":
+        model.zero_grad()
 
 
 def disturbed(rank: int, world_size: int, reshard: bool | None, event: str) -> list[list[float]]:
@@ -197,20 +196,19 @@ def disturbed(rank: int, world_size: int, reshard: bool | None, event: str) -> l
         # FSDP2 is not compared: without a reshard it continues with stale weights after an evaluation.
         own(layer, owners=owners, reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(matrices(model), lr=0.2)
-    losses, (moment, kind, place) = [], EVENTS.get(event, ("", "", ""))
+    losses, (moment, *what) = [], EVENTS.get(event, ("", "", ""))
     for step in range(3):
+        now = moment if step == 1 else ""
         model.zero_grad()
-        if step == 1 and moment == "before":
-            disturb(model, rank, world_size, kind, place)
-            model.zero_grad()
+        if now == BEFORE:
+            disturb(model, rank, world_size, *what)
         loss = loss_of(model, rank, world_size, step)
         losses.append(loss.item())
-        if step == 1 and moment == "between":
-            disturb(model, rank, world_size, kind, place)
-            model.zero_grad()
+        if now == BETWEEN:
+            disturb(model, rank, world_size, *what)
         loss.backward()
-        if step == 1 and moment == "before the update":
-            disturb(model, rank, world_size, kind, place)
+        if now == AFTER:
+            disturb(model, rank, world_size, *what)
         optimizer.step()
     left = unsharded_bytes(owners) + len(owners.context.reductions.pending)
     gradients = [local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None]
@@ -289,25 +287,18 @@ def test_the_policy_sets_the_dtypes_of_a_module(rank: int) -> None:
 def reduced(rank: int, world_size: int) -> list[list[float]]:
     """A gradient of own and of fully_shard over two microbatches, without a reduce dtype and with each of two."""
     gradients, mesh = [], init_device_mesh("cpu", (world_size,))
-    for dtype in (None, torch.bfloat16, torch.float32):
+    for dtype, owned in product((None, torch.bfloat16, torch.float32), (True, False)):
         policy = MixedPrecisionPolicy(torch.bfloat16, dtype)
-        for owned in (True, False):
-            torch.manual_seed(0)
-            layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
-            owners = Owners(layer, mesh=mesh)
-            if owned:
-                own(layer, owners=owners, mp_policy=policy)
-            else:
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            generator = torch.Generator().manual_seed(rank)
-            for last in (False, True):
-                owners.set_requires_gradient_sync(last)
-                if isinstance(layer, FSDPModule):
-                    layer.set_requires_gradient_sync(last)
-                layer(torch.randn(64, 16, generator=generator)).float().square().sum().backward()
-            gradient = layer[0].weight.grad
-            whole = gradient if gradient is None or owned else gradient.full_tensor()
-            gradients.append([] if whole is None else local(whole).flatten().tolist())
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(16, 16, bias=False))
+        reducing: Any = Owners(layer, mesh=mesh) if owned else layer
+        own(layer, owners=reducing, mp_policy=policy) if owned else fully_shard(layer, mesh=mesh, mp_policy=policy)
+        generator = torch.Generator().manual_seed(rank)
+        for last in (False, True):
+            reducing.set_requires_gradient_sync(last)
+            layer(torch.randn(64, 16, generator=generator)).float().square().sum().backward()
+        gradient: Any = layer[0].weight.grad
+        gradients.append([] if gradient is None else (local(gradient) if owned else gradient.full_tensor()).tolist())
     return gradients
 
 

@@ -17,7 +17,7 @@ from titan_muon import Expert, Muon, registry
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_own_algorithm.md"
 LAYOUTS = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "tp rows", "ep x rows", "tp x ep", "owned")
-LR, BETA = 0.02, 0.9
+BETA = 0.9
 NAMES = ("smooth", "columns", "polar")
 
 
@@ -40,34 +40,24 @@ def _registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_registered")
-def test_the_example_computes_its_definition_in_one_process() -> None:
-    generator = torch.Generator().manual_seed(0)
-    param = nn.Parameter(torch.randn(24, 40, generator=generator))
-    muon = Muon([("w", param)], lr=LR, algorithm="smooth", expert=Expert(orthogonalize="reference"))
-    expected, momentum, smoothed = param.detach().clone(), torch.zeros(24, 40), torch.zeros(24, 40)
-    for _ in range(3):
-        param.grad = torch.randn(24, 40, generator=generator)
-        muon.step()
-        momentum.lerp_(param.grad, 0.05)
-        smoothed.lerp_(newton_schulz(param.grad.lerp(momentum, 0.95)).float(), 1 - BETA)
-        expected = (expected * (1 - LR * 0.1)).add(smoothed.bfloat16(), alpha=-LR * 0.2 * 40**0.5)
-    assert torch.equal(param, expected)
-
-
-@pytest.mark.usefixtures("_registered")
-def test_the_examples_before_and_instead_compute_their_definitions() -> None:
+def test_the_examples_compute_their_definitions_in_one_process() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, grad = (torch.randn(24, 40, generator=generator) for _ in range(2))
     blended = (0.05 * grad).lerp(grad, 0.05)
     rounded = blended.bfloat16().float()
     left, _, right = torch.linalg.svd(blended, full_matrices=False)
-    columns = newton_schulz((rounded / (rounded.norm(dim=0) + 1e-8)).bfloat16()).float()
-    for name, expected in {"columns": columns, "polar": left @ right}.items():
+    normalized = (rounded / (rounded.norm(dim=0) + 1e-8)).bfloat16()
+    updates = {
+        "smooth": (1 - BETA) * newton_schulz(blended).float(),
+        "columns": newton_schulz(normalized).float(),
+        "polar": left @ right,
+    }
+    for name, expected in updates.items():
         param = nn.Parameter(weight.clone())
         muon = Muon([("w", param)], lr=1.0, algorithm=name, expert=Expert(orthogonalize="reference"), weight_decay=0.0)
         param.grad = grad.clone()
         muon.step()
-        torch.testing.assert_close((weight - param.detach()) / (0.2 * 40**0.5), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close((weight - param.detach()) / (0.2 * 40**0.5), expected, rtol=4e-3, atol=1e-3)
 
 
 @on_ranks(4)
