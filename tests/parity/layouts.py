@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -21,52 +22,51 @@ DEVICE = torch.device(os.environ.get("PARITY_DEVICE", "cpu"))
 """Device of every row; of the environment, because ranks inherit it."""
 MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
 STACKS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
-FUSED = {
-    "heads": (24, 20),
-    "qkv": (32, 12),
-    "fused": (36, 12),
-    "groups": (32, 6),
-    "c_attn": (8, 18),
-    "gate_up": (4, 20, 8),
-    "columns": (4, 6, 10),
-    "w13": (2, 10, 8),
-    "conv": (6, 3, 2, 2),
-    "efd": (4, 6, 2, 8),
+Fused = tuple[tuple[int, ...], str, dict[str, Any], Callable[[Tensor], Sequence[Tensor]]]
+FUSED: dict[str, Fused] = {
+    "heads": ((24, 20), "(h f) d -> h | f d", {"f": 6}, lambda full: full.split(6)),
+    "qkv": ((32, 12), "(p h) d -> p | h d", {"p": (2, 1, 1), "h": 8}, lambda full: full.split((16, 8, 8))),
+    "fused": (
+        (36, 12),
+        "(g p h) d -> p | (g h) d",
+        {"p": (2, 1, 1), "h": 3},
+        lambda full: [part.reshape(-1, 12) for part in full.view(3, 12, 12).split((6, 3, 3), 1)],
+    ),
+    "groups": (
+        (32, 6),
+        "(g p h) d -> p | (g h) d",
+        {"p": (2, 1, 1), "h": 4},
+        lambda full: [part.reshape(-1, 6) for part in full.view(2, 16, 6).split((8, 4, 4), 1)],
+    ),
+    "c_attn": ((8, 18), "d (g f) -> g | f d", {"g": 3}, lambda full: [part.T for part in full.split(6, 1)]),
+    "gate_up": (
+        (4, 20, 8),
+        "e (p h) d -> e p | h d",
+        {"p": (3, 2), "h": 4},
+        lambda full: [part for expert in full for part in expert.split((12, 8))],
+    ),
+    "columns": (
+        (4, 6, 10),
+        "e d (f g) -> e g | f d",
+        {"g": 2},
+        lambda full: [expert[:, group::2].T for expert in full for group in range(2)],
+    ),
+    "w13": ((2, 10, 8), "g f d -> g | f d", {}, list),
+    "conv": ((6, 3, 2, 2), "o i h w -> | o (i h w)", {}, lambda full: [full.reshape(6, 12)]),
+    "efd": (
+        (4, 6, 2, 8),
+        "e f g d -> e g | f d",
+        {},
+        lambda full: [expert[:, group] for expert in full for group in range(2)],
+    ),
 }
-BLOCKS = {"a": (96, 32), "b": (128, 32), "c": (96, 32), "d": (64, 16), "e": (64, 16), "odd": (5, 6)}
-"""Large enough for several ranks to share a matrix."""
+"""Parameters with several matrices: the shape, `dims` and `lengths` of a split, and the matrices cut by hand."""
+SPLITS = tuple(Split(match=f"*.{name}", dims=dims, lengths=lengths) for name, (_, dims, lengths, _) in FUSED.items())
 ODD = {"one": (1, 1), "row": (1, 12), "column": (12, 1), "prime": (17, 2), "single": (1, 5, 8), "lines": (5, 1, 3)}
 ODD_STACKS = {"tiny": (6, 4, 5), "grid": (8, 63, 47)}
 """Stacks whose matrices end inside of a vector of a CPU kernel."""
-SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **FUSED, **BLOCKS, **ODD, **ODD_STACKS}
-
-SPLITS = tuple(
-    Split(match=f"*.{name}", dims=dims, lengths=lengths)
-    for name, dims, lengths in (
-        ("heads", "(h f) d -> h | f d", {"f": 6}),
-        ("qkv", "(p h) d -> p | h d", {"p": (2, 1, 1), "h": 8}),
-        ("fused", "(g p h) d -> p | (g h) d", {"p": (2, 1, 1), "h": 3}),
-        ("groups", "(g p h) d -> p | (g h) d", {"p": (2, 1, 1), "h": 4}),
-        ("c_attn", "d (g f) -> g | f d", {"g": 3}),
-        ("gate_up", "e (p h) d -> e p | h d", {"p": (3, 2), "h": 4}),
-        ("columns", "e d (f g) -> e g | f d", {"g": 2}),
-        ("w13", "g f d -> g | f d", {}),
-        ("conv", "o i h w -> | o (i h w)", {}),
-        ("efd", "e f g d -> e g | f d", {}),
-    )
-)
-CUTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
-    "heads": lambda full: full.split(6),
-    "qkv": lambda full: full.split((16, 8, 8)),
-    "fused": lambda full: [part.reshape(-1, 12) for part in full.view(3, 12, 12).split((6, 3, 3), 1)],
-    "groups": lambda full: [part.reshape(-1, 6) for part in full.view(2, 16, 6).split((8, 4, 4), 1)],
-    "c_attn": lambda full: [part.T for part in full.split(6, 1)],
-    "gate_up": lambda full: [part for expert in full for part in expert.split((12, 8))],
-    "columns": lambda full: [expert[:, group::2].T for expert in full for group in range(2)],
-    "w13": list,
-    "conv": lambda full: [full.reshape(6, 12)],
-    "efd": lambda full: [expert[:, group] for expert in full for group in range(2)],
-}
+SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, **STACKS, **ODD, **ODD_STACKS}
+SHAPES |= {name: shape for name, (shape, *_) in FUSED.items()}
 
 
 def shape_of(name: str) -> tuple[int, ...]:
@@ -82,7 +82,9 @@ def drawn(name: str, seed: int) -> Tensor:
 
 def matrices(name: str, whole: Tensor) -> list[Tensor]:
     """Copies of the matrices of a whole parameter, with outputs as rows."""
-    cut = CUTS.get(name.rpartition(".")[2], list if whole.ndim == 3 else lambda full: [full])
+    short, cut = name.rpartition(".")[2], list if whole.ndim == 3 else lambda full: [full]
+    if short in FUSED:
+        cut = FUSED[short][-1]
     return [matrix.clone(memory_format=torch.contiguous_format) for matrix in cut(whole)]
 
 

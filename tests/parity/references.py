@@ -79,80 +79,48 @@ class TorchMuon:
         return {"momentum_buffer": assembled(name, [state["momentum_buffer"] for state in states])}
 
 
-class Algorithm:
-    """The definition of an algorithm or option in `tests/reference_muon.py`, on each matrix."""
+class Papers:
+    """The definitions in tests/reference_muon.py and tests/reference_soap.py on each matrix, by group."""
 
     def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
-        assert not other
-        options = {name: value for name, value in options.items() if name != "soap_freq"}
-        self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
-        parts = self._parts({name: drawn(name, 0) for name in names})
-        self.reference = ReferenceMuon(parts, dtype=dtype, **({"lr": LR} | options))
-        self.lr = self.reference.lr
-
-    @staticmethod
-    def _parts(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"{name}#{i}": part for name, value in whole.items() for i, part in enumerate(matrices(name, value))}
-
-    def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
-        self.reference.lr = self.lr * RATES[number]
-        without = {f"{name}#{index}" for name, index in left_out}
-        self.reference.step({key: grad for key, grad in self._parts(grads).items() if key not in without})
-
-    def weight(self, name: str) -> Tensor:
-        return self._whole(self.reference.params, name)
-
-    def states(self, name: str) -> dict[str, Tensor]:
-        moments = self.reference.moments
-        kept = {
-            f"second_moment.{number}": moments[f"{name}#{number}"][0]
-            for number in range(self.counts[name])
-            if f"{name}#{number}" in moments
-        }
-        return {"momentum_buffer": self._whole(self.reference.average, name), **kept}
-
-    def _whole(self, parts: Mapping[str, Tensor], name: str) -> Tensor:
-        return assembled(name, [parts[f"{name}#{number}"] for number in range(self.counts[name])])
-
-
-class Soap(Algorithm):
-    """SOAP of `tests/reference_soap.py`, on each matrix."""
-
-    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
-        assert not other
-        self.counts = {name: len(matrices(name, drawn(name, 0))) for name in names}
-        given = {name: value for name, value in options.items() if name != ALGORITHM}
-        self.soap = ReferenceSoap(self._parts({name: drawn(name, 0) for name in names}), **({"lr": LR} | given))
-        self.reference, self.lr = self.soap, self.soap.lr
-
-    def states(self, name: str) -> dict[str, Tensor]:
-        kept = {
-            f"soap_{key}.{number}": value
-            for number in range(self.counts[name])
-            for key, value in self.soap.soap[f"{name}#{number}"].items()
-        }
-        return {"momentum_buffer": torch.empty(0), **kept}
-
-
-class ByGroup:
-    """An algorithm for each group, each in its own reference."""
-
-    def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
-        self.parts = dict[str, Reference]()
+        self.references = dict[str, ReferenceMuon | ReferenceSoap]()
         for part, more in in_groups(names, other):
-            own = {**options, **more}
-            made = Soap(part, own, {}, dtype) if own.get(ALGORITHM) == "soap" else Algorithm(part, own, {}, dtype)
-            self.parts |= dict.fromkeys(part, made)
+            own = {"lr": LR, **options, **more}
+            initial, made = _parts({name: drawn(name, 0) for name in part}), own.get(ALGORITHM)
+            # An option of another group's algorithm is none of this one's.
+            unused = (ALGORITHM,) if made == "soap" else ("soap_freq",)
+            own = {name: value for name, value in own.items() if name not in unused}
+            reference = ReferenceSoap(initial, **own) if made == "soap" else ReferenceMuon(initial, dtype=dtype, **own)
+            self.references |= dict.fromkeys(part, reference)
+        self.rates = {name: reference.lr for name, reference in self.references.items()}
 
     def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None:
-        for part in {*self.parts.values()}:
-            part.step(number, {name: grad for name, grad in grads.items() if self.parts[name] is part}, left_out)
+        without = {f"{name}#{index}" for name, index in left_out}
+        trained = {key: grad for key, grad in _parts(grads).items() if key not in without}
+        # Equal references are one object.
+        for reference, name in {reference: name for name, reference in self.references.items()}.items():
+            reference.lr = self.rates[name] * RATES[number]
+            reference.step({key: grad for key, grad in trained.items() if key in reference.params})
 
     def weight(self, name: str) -> Tensor:
-        return self.parts[name].weight(name)
+        return _whole(self.references[name].params, name)
 
     def states(self, name: str) -> dict[str, Tensor]:
-        return self.parts[name].states(name)
+        reference = self.references[name]
+        numbered = list(enumerate(key for key in reference.params if key.rpartition("#")[0] == name))
+        if isinstance(reference, ReferenceSoap):
+            kept = {f"soap_{kind}.{n}": value for n, key in numbered for kind, value in reference.soap[key].items()}
+            return {"momentum_buffer": torch.empty(0), **kept}
+        kept = {f"second_moment.{n}": reference.moments[key][0] for n, key in numbered if key in reference.moments}
+        return {"momentum_buffer": _whole(reference.average, name), **kept}
+
+
+def _parts(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}#{i}": part for name, value in whole.items() for i, part in enumerate(matrices(name, value))}
+
+
+def _whole(parts: Mapping[str, Tensor], name: str) -> Tensor:
+    return assembled(name, [part for key, part in parts.items() if key.rpartition("#")[0] == name])
 
 
 @cache
@@ -188,10 +156,4 @@ class OneProcess:
         return dict(self.muon.state[self.params[name]])
 
 
-REFERENCES: dict[str, Callable[..., Reference]] = {
-    "torch": TorchMuon,
-    "paper": Algorithm,
-    "soap": Soap,
-    "groups": ByGroup,
-    "one process": OneProcess,
-}
+REFERENCES: dict[str, Callable[..., Reference]] = {"torch": TorchMuon, "paper": Papers, "one process": OneProcess}

@@ -44,21 +44,21 @@ NOT_FINITE = "gradient or momentum was not finite"
 
 ROWS_SMOOTHED: Options = {ALGORITHM: "normuon", "beta2": 0.9}
 ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
-SOAP: Options = {"reference": "soap", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_freq": 2}}
+SOAP: Options = {"reference": "paper", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_freq": 2}}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
 NORMUONH: Options = {**SPHERE, ALGORITHM: ("normuon", "muonh"), "beta2": 0.9}
 MUON_AND_NORMUON: Options = {
-    "reference": "groups",
+    "reference": "paper",
     "math": {"beta2": 0.9},
     "groups": {ALGORITHM: "normuon", "lr": 0.01},
 }
 NORMUON_AND_SOAP: Options = {
-    "reference": "groups",
+    "reference": "paper",
     "math": {ALGORITHM: "normuon", "beta2": 0.9, "soap_freq": 2},
     "groups": {ALGORITHM: "soap", "lr": 0.01},
 }
 MUONH_AND_MUON: Options = {
-    "reference": "groups",
+    "reference": "paper",
     "math": {ALGORITHM: "muonh", "weight_decay": 0.0},
     "groups": {ALGORITHM: "muon", "weight_decay": 0.1},
     "close": 1e-4,
@@ -438,7 +438,7 @@ def batched() -> list[Row]:
         "normuon": {"math": ROWS_SMOOTHED},
         "adamuon": {"math": ELEMENTS_SMOOTHED, "close": 1e-2},
         "muonh": {"math": SPHERE},
-        "muon and muoneq": {"reference": "groups", "groups": {ALGORITHM: "muoneq", "lr": 0.01}, "shapes": FEW[:3]},
+        "muon and muoneq": {"reference": "paper", "groups": {ALGORITHM: "muoneq", "lr": 0.01}, "shapes": FEW[:3]},
         "hold": {"math": {**ROWS_SMOOTHED, "idle": "hold"}, **zero},
         "nan skipped": {"math": ROWS_SMOOTHED, **nan},
         "nan raises": {"gradients": {2: ("uneven", torch.nan)}, "error": ("layers.0.uneven",)},

@@ -23,6 +23,7 @@ from titan_muon import Muon, apply_in_forward, own
 from titan_muon.engine.program.program import make_program
 from titan_muon.engine.tensors.dtensor import copy_rows, own_rows
 
+STEPS = 3
 DROP, ELSEWHERE = "drop", "elsewhere"
 """A gradient that is absent, or replicated instead of sharded, on the last rank."""
 
@@ -69,7 +70,6 @@ class Row:
     close: float = 0.0
     dtype: torch.dtype = torch.float32
     ns_dtype: torch.dtype = torch.bfloat16
-    steps: int = 3
 
     def __str__(self) -> str:
         return self.name
@@ -387,18 +387,17 @@ def reference_of(row: Row, names: list[str]) -> Reference:
     """A new reference of a row."""
     if row.reference == "twin":
         return Twin(row)
-    return REFERENCES[row.reference](
-        names, row.math, row.groups, row.ns_dtype if row.reference in ("paper", "groups") else row.dtype
-    )
+    dtype = row.ns_dtype if row.reference == "paper" else row.dtype
+    return REFERENCES[row.reference](names, row.math, row.groups, dtype)
 
 
 def differences(rank: int, world_size: int, row: Row) -> list[str]:
     """Train a row. Differences from its reference, and expected texts that the error of the next step lacks."""
     training = Training(row)
     reference = reference_of(row, list(training.params))
-    for number in range(row.steps):
+    for number in range(STEPS):
         grads, absent, left_out = gradients(training, number)
-        if row.error and number == row.steps - 1:
+        if row.error and number == STEPS - 1:
             training.muon.finish_step()
         before = {name: local(param).clone() for name, param in training.params.items()}
         with CollectiveCounter() as counter:
