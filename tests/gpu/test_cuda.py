@@ -4,10 +4,15 @@ Each test also runs on the CPU, and on fake CUDA tensors: without numbers, but w
 error for a host wait.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,13 +23,63 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.accuracy import relative_error
 from benchmarks.gpu import ROOT, read_rows
-from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
-from tests.gpu.devices import CPU, CUDA_PARAM, FAKE, Target, needs_cuda_build, no_sync, on_every_device
+from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
 from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.engine.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
 from titan_muon.engine.orthogonalize.newton_schulz import plain
 from titan_muon.kernels.measured import product_of
+
+# Tensors of two fake GPUs do not mix, so all tests use one fake GPU.
+FAKE_GPU = FakeGpu()
+
+
+@contextmanager
+def no_sync(device: torch.device) -> Iterator[None]:
+    """Raise RuntimeError (PyTorch's) where the host waits for a GPU in this context."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, and whether its tensors are fake: with a shape, a dtype and a device, but without numbers."""
+
+    name: str
+    device: torch.device
+    fake: bool = False
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a CPU tensor on the target's device, without values on a fake device."""
+        if self.fake:
+            with fake_gpu(FAKE_GPU):
+                return torch.empty_like(tensor, device=self.device)
+        return tensor.to(self.device, copy=True)
+
+    @contextmanager
+    def active(self, *, syncs: bool = False) -> Iterator[None]:
+        """Run the block on the target. Unless `syncs`, the host must not wait for the device."""
+        with fake_gpu(FAKE_GPU) if self.fake else nullcontext(), nullcontext() if syncs else no_sync(self.device):
+            yield
+
+
+CPU = Target("cpu", torch.device("cpu"))
+FAKE = Target("fake cuda", torch.device("cuda"), fake=True)
+CUDA = Target("cuda", torch.device("cuda"))
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
+)
+needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+FAKE_PARAM = pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name)
+CUDA_PARAM = pytest.param(CUDA, marks=needs_gpu, id=CUDA.name)
+on_every_device = pytest.mark.parametrize("target", [pytest.param(CPU, id=CPU.name), FAKE_PARAM, CUDA_PARAM])
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES = [(1, 256, 256), (3, 128, 512), (2, 512, 128), (1, 33, 70)]
@@ -172,7 +227,7 @@ def test_every_exchange_steps_on_fake_gpus_without_a_wait(rank: int, world: int,
         optimizer.close()
 
 
-@pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])
+@pytest.mark.parametrize("target", [FAKE_PARAM, CUDA_PARAM])
 def test_a_target_detects_a_wait_of_the_host(target: Target) -> None:
     """So the tests above notice a waiting step."""
     placed = target.placed(random(2, 2))

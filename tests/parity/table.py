@@ -23,18 +23,25 @@ FOUR = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "fsdp x tp copies
 EIGHT = ("fsdp", "hsdp", "hsdp x tp", "hsdp x ep")
 MODULES = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns")
 SHARDED = ("fsdp", "hsdp", "fsdp x tp rows", "ep x rows")
-MIXED = (*SHARDED, "plain")
+MIXED, HALF = (*SHARDED, "plain"), ("fsdp beside tp", "plain")
 LINES = ("fsdp", "hsdp", "fsdp x tp rows", "plain")
+OWNED_LINES = (*LINES, "owned")
 """Layouts that do not cut rows."""
 
 Options = dict[str, Any]
-SEVERAL: Options = {"buffer_gib": 6_000 / 2**30}
+
+
+def in_bytes(number: int) -> Options:
+    """Buffers of that many bytes."""
+    return {"buffer_gib": number / 2**30}
+
+
+SEVERAL: Options = in_bytes(6_000)
 FORWARD: Options = {"overlap": "forward", "machine": SLOW, "buffer_gib": 60_000 / 2**30}
 KEPT: Options = {"state": "owner"}
 RULE: Options = {"planner": "rule"}
 """Two rounds for small models, and hierarchical returns with replicas."""
 OWNED_TOO = ("offloaded state", "offloaded parameters", "skip", "float32 wire", "released gradients")
-CHECKED = {0: "check", 1: "reload"}
 SKIP: Options = {"on_bad_gradient": "skip_step"}
 MISSING: Options = {"on_bad_gradient": "skip_missing"}
 GATHERED: Options = {"exchange": "all_gather"}
@@ -47,22 +54,12 @@ ELEMENTS_SMOOTHED: Options = {ALGORITHM: "adamuon", "beta2": 0.9}
 SOAP: Options = {"reference": "paper", "shapes": FEW, "math": {ALGORITHM: "soap", "soap_freq": 2}}
 SPHERE: Options = {ALGORITHM: "muonh", "weight_decay": 0.0}
 NORMUONH: Options = {**SPHERE, ALGORITHM: ("normuon", "muonh"), "beta2": 0.9}
-MUON_AND_NORMUON: Options = {
-    "reference": "paper",
-    "math": {"beta2": 0.9},
-    "groups": {ALGORITHM: "normuon", "lr": 0.01},
-}
-NORMUON_AND_SOAP: Options = {
-    "reference": "paper",
-    "math": {ALGORITHM: "normuon", "beta2": 0.9, "soap_freq": 2},
-    "groups": {ALGORITHM: "soap", "lr": 0.01},
-}
-MUONH_AND_MUON: Options = {
-    "reference": "paper",
-    "math": {ALGORITHM: "muonh", "weight_decay": 0.0},
-    "groups": {ALGORITHM: "muon", "weight_decay": 0.1},
-    "close": 1e-4,
-}
+SECOND: dict[str, Options] = {name: {ALGORITHM: name, "lr": 0.01} for name in ("normuon", "soap", "muoneq")}
+"""Another algorithm in the second group."""
+MUON_AND_NORMUON: Options = {"reference": "paper", "math": {"beta2": 0.9}, "groups": SECOND["normuon"]}
+NORMUON_AND_SOAP: Options = {"reference": "paper", "math": {**ROWS_SMOOTHED, "soap_freq": 2}, "groups": SECOND["soap"]}
+ON_SPHERE: Options = {"reference": "paper", "math": SPHERE, "close": 1e-4}
+MUONH_AND_MUON: Options = {**ON_SPHERE, "groups": {ALGORITHM: "muon", "weight_decay": 0.1}}
 ROWS_BEFORE_AND_AFTER: Options = {ALGORITHM: ("muoneq", "normuon"), "beta2": 0.9}
 CAUTIOUS: Options = {"cautious": True, "weight_decay": 0.5}
 
@@ -134,10 +131,10 @@ def options() -> list[Row]:
         "several buckets, released and kept": {**SEVERAL, "release_grads": True, "keep_buffers": True},
         "several buckets, state owner": {**SEVERAL, **KEPT},
         "several buckets, offloaded state": {**SEVERAL, "offload": "state"},
-        "several buckets, all_gather": {**GATHERED, "buffer_gib": 12_000 / 2**30},
-        "several buckets, all_gather_reduce_scatter": {**REDUCED, "buffer_gib": 24_000 / 2**30},
-        "several buckets, offloaded, all_gather": {**GATHERED, "buffer_gib": 12_000 / 2**30, "offload": "state"},
-        "several buckets, offloaded, reduced": {**REDUCED, "buffer_gib": 24_000 / 2**30, "offload": "state"},
+        "several buckets, all_gather": {**GATHERED, **in_bytes(12_000)},
+        "several buckets, all_gather_reduce_scatter": {**REDUCED, **in_bytes(24_000)},
+        "several buckets, offloaded, all_gather": {**GATHERED, **in_bytes(12_000), "offload": "state"},
+        "several buckets, offloaded, reduced": {**REDUCED, **in_bytes(24_000), "offload": "state"},
         "several buckets, hierarchical": {"buffer_gib": 8_000 / 2**30, "machine": SLOW_NETWORK, "state": "owner"},
     }
     keeping: dict[str, Options] = {
@@ -155,13 +152,7 @@ def options() -> list[Row]:
         row("several meshes, several buckets", layouts=meshes[:5], shapes=FEW, options=SEVERAL),
         row("odd shapes", layouts=(*FOUR, "owned"), shapes=(*ODD,)),
         row("two groups", groups=OTHER_GROUP),
-        row(
-            "two halves of the ranks",
-            layouts=("fsdp beside tp", "plain"),
-            group="shard tp",
-            talks=(2,),
-            between=CHECKED,
-        ),
+        row("two halves of the ranks", layouts=HALF, group="shard tp", talks=(2,), between={0: "check", 1: "reload"}),
         row("hierarchical", layouts=("hsdp",), **network),
         row("hierarchical, replicated", layouts=("replicated",), **network),
         row("hierarchical, plain", layouts=("plain",), **network),
@@ -268,7 +259,7 @@ def overlaps() -> list[Row]:
         row("modules under DDP", 2, ("plain",), sharded=True),
         row("tensor parallelism alone", 2, ("tp rows", "tp columns"), sharded=True),
         row("forward", options=FORWARD, proof="several buckets", **IN_MODULES),
-        row("forward, 2 ranks", 2, options={**FORWARD, "buffer_gib": 4_000 / 2**30}, **small),
+        row("forward, 2 ranks", 2, options={**FORWARD, **in_bytes(4_000)}, **small),
         *(row(f"forward, {name}", options={**FORWARD, **more}, **IN_MODULES) for name, more in forward.items()),
         row("forward, rule", options={**FORWARD, **RULE, "buffer_gib": "auto"}, proof="several buckets", **IN_MODULES),
         row("forward, hierarchical", layouts=("hsdp",), sharded=True, options=network, proof="hierarchical"),
@@ -347,7 +338,6 @@ def algorithms() -> list[Row]:
         "offloaded": {"offload": "state"},
         "several buckets": SEVERAL,
     }
-    sphere = {"reference": "paper", "math": SPHERE, "close": 1e-4}
     eight = {"shapes": FEW, "math": {"state_dtype": "int8"}, "reference": "twin"}
     checked = {1: "check"}
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
@@ -367,7 +357,7 @@ def algorithms() -> list[Row]:
         row("soap, 2 ranks", 2, (*TWO, "owned"), **SOAP),
         row("soap, redundant", options={"replicas": "redundant"}, **SOAP),
         row("soap, all_gather", layouts=MIXED, options=GATHERED, **SOAP),
-        row("soap, several buckets", options={"buffer_gib": 20_000 / 2**30}, proof="several buckets", **SOAP),
+        row("soap, several buckets", options=in_bytes(20_000), proof="several buckets", **SOAP),
         row("soap, odd shapes", layouts=(*FOUR[:4], "owned"), **(SOAP | {"shapes": ("row", "prime", "single", "qkv")})),
         row("soap, forward", options=FORWARD, **SOAP, **IN_MODULES),
         row("soap of a nan", options=SKIP, gradients={0: ("tall", torch.nan), 2: ("experts", torch.nan)}, **SOAP),
@@ -381,7 +371,7 @@ def algorithms() -> list[Row]:
         row("muoneq, columns", shapes=FEW, reference="paper", math={ALGORITHM: "muoneq_columns"}),
         row("muoneq, both", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math={ALGORITHM: "muoneq_both"}),
         row("muoneq, splits", layouts=("fsdp",), shapes=(*FUSED,), reference="paper", math={ALGORITHM: "muoneq"}),
-        row("normuonh", layouts=(*MIXED, "owned"), **(sphere | {"shapes": FEW, "math": NORMUONH})),
+        row("normuonh", layouts=(*MIXED, "owned"), **(ON_SPHERE | {"shapes": FEW, "math": NORMUONH})),
         row("muoneq and normuon", layouts=("fsdp", "owned"), shapes=FEW, reference="paper", math=ROWS_BEFORE_AND_AFTER),
         row("muon and normuon", layouts=(*FOUR, "owned"), **MUON_AND_NORMUON),
         row("muon and normuon, 2 ranks", 2, (*TWO, "owned"), **MUON_AND_NORMUON),
@@ -389,20 +379,15 @@ def algorithms() -> list[Row]:
         row("muon and normuon, offloaded", options={"offload": "state"}, **MUON_AND_NORMUON),
         row("muon and normuon, freeze and thaw", between={0: "freeze", 1: "thaw"}, **MUON_AND_NORMUON),
         row("normuon and soap", layouts=(*MIXED, "owned"), **NORMUON_AND_SOAP),
-        row(
-            "normuon and soap, several buckets",
-            options={"buffer_gib": 30_000 / 2**30},
-            proof="several buckets",
-            **NORMUON_AND_SOAP,
-        ),
+        row("normuon and soap, several buckets", options=in_bytes(30_000), proof="several buckets", **NORMUON_AND_SOAP),
         row("normuon and soap, forward", options=FORWARD, **NORMUON_AND_SOAP, **IN_MODULES),
         row("normuon and soap of a nan", options=SKIP, gradients={1: ("experts", torch.nan)}, **NORMUON_AND_SOAP),
         row("normuon and soap, scaler", layouts=("hsdp",), scaler="scaled", **NORMUON_AND_SOAP),
         row("normuon and soap, reload", between={0: "reload", 1: "new_optimizer"}, **NORMUON_AND_SOAP),
         row("muonh and muon", layouts=(*MIXED, "owned"), **MUONH_AND_MUON),
-        row("muonh", layouts=(*MIXED, "owned"), **sphere),
-        row("muonh, 2 ranks", 2, (*TWO, "owned"), **sphere),
-        row("muonh, offloaded", options={"offload": "state"}, **sphere),
+        row("muonh", layouts=(*MIXED, "owned"), **ON_SPHERE),
+        row("muonh, 2 ranks", 2, (*TWO, "owned"), **ON_SPHERE),
+        row("muonh, offloaded", options={"offload": "state"}, **ON_SPHERE),
         row("hold", layouts=(*MIXED, "owned"), math={"idle": "hold"}, reference="paper", **zeros),
         row("normuon held", math={**ROWS_SMOOTHED, "idle": "hold"}, reference="paper", **zeros),
         row("zero gradients move", **zeros),
@@ -416,13 +401,7 @@ def algorithms() -> list[Row]:
         row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
         row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
         row(
-            "int8 momentum",
-            layouts=(*LINES, "owned"),
-            shapes=FEW,
-            options=eight["math"],
-            close=0.2,
-            between=checked,
-            **ALONE,
+            "int8 momentum", layouts=OWNED_LINES, shapes=FEW, options=eight["math"], close=0.2, between=checked, **ALONE
         ),
         row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
         row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
@@ -438,7 +417,7 @@ def batched() -> list[Row]:
         "normuon": {"math": ROWS_SMOOTHED},
         "adamuon": {"math": ELEMENTS_SMOOTHED, "close": 1e-2},
         "muonh": {"math": SPHERE},
-        "muon and muoneq": {"reference": "paper", "groups": {ALGORITHM: "muoneq", "lr": 0.01}, "shapes": FEW[:3]},
+        "muon and muoneq": {"reference": "paper", "groups": SECOND["muoneq"], "shapes": FEW[:3]},
         "hold": {"math": {**ROWS_SMOOTHED, "idle": "hold"}, **zero},
         "nan skipped": {"math": ROWS_SMOOTHED, **nan},
         "nan raises": {"gradients": {2: ("uneven", torch.nan)}, "error": ("layers.0.uneven",)},
@@ -452,15 +431,8 @@ def batched() -> list[Row]:
 
 def actions() -> list[Row]:
     """Drivers of steps, and actions between steps."""
-    moves = (
-        "swap_data",
-        "swap_and_rebuild",
-        "reload",
-        "new_optimizer",
-        "move_to_host_and_back",
-        "move_to_host",
-        "check",
-    )
+    kept = ("swap_and_rebuild", "reload", "new_optimizer")
+    moves = ("swap_data", *kept, "move_to_host_and_back", "move_to_host", "check")
     frozen, how_scaled = {0: "freeze", 1: "thaw"}, ("scaled", "unscaled")
     scaled: dict[str, Options] = {
         "scaler, offloaded state": {"options": {"offload": "state"}},
@@ -472,7 +444,7 @@ def actions() -> list[Row]:
     }
     return [
         *(row(name.replace("_", " "), layouts=(*MIXED, "owned"), between={0: name}) for name in moves),
-        *(row(f"{name.replace('_', ' ')}, normuon", between={0: name}, **NORMUON) for name in moves[1:4]),
+        *(row(f"{name.replace('_', ' ')}, normuon", between={0: name}, **NORMUON) for name in kept),
         row("replace parameters", between={0: "replace_parameters"}),
         row("freeze and thaw", between=frozen),
         row("freeze and thaw, state owner", options=KEPT, between=frozen),
@@ -485,8 +457,8 @@ def actions() -> list[Row]:
         row("closure, forward", options=FORWARD, closure=True, **IN_MODULES),
         *(row(f"scaler, {layout}", layouts=(layout,), scaler="scaled") for layout in LINES),
         *(
-            row(f"{name}, {how}", layouts=("hsdp",), scaler=how, **scaled[name])
-            for name in scaled
+            row(f"{name}, {how}", layouts=("hsdp",), scaler=how, **fields)
+            for name, fields in scaled.items()
             for how in how_scaled
         ),
     ]

@@ -269,11 +269,6 @@ def swap_data(training: Training) -> None:
         torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad))
 
 
-def swap_and_rebuild(training: Training) -> None:
-    swap_data(training)
-    training.muon.rebuild()
-
-
 def replace_parameters(training: Training) -> None:
     """As Accelerate does after the construction of an optimizer."""
     new = {name: nn.Parameter(param.detach().clone()) for name, param in training.params.items()}
@@ -283,10 +278,6 @@ def replace_parameters(training: Training) -> None:
     training.muon.rebuild()
 
 
-def reload(training: Training) -> None:
-    training.muon.load_state_dict(copy.deepcopy(training.muon.state_dict()))
-
-
 def new_optimizer(training: Training) -> None:
     state = copy.deepcopy(training.muon.state_dict())
     training.muon.close()
@@ -294,39 +285,25 @@ def new_optimizer(training: Training) -> None:
     training.muon.load_state_dict(state)
 
 
-def move_to_host_and_back(training: Training) -> None:
-    training.muon.offload()
-    training.muon.reload()
-
-
-def move_to_host(training: Training) -> None:
-    training.muon.offload()
-
-
-def check(training: Training) -> None:
-    training.muon.check_last_step()
-    training.muon.check_replicas()
-
-
-def freeze(training: Training) -> None:
+def freeze(training: Training, end: str) -> None:
+    """Train the parameters whose names have another end."""
     for name, param in training.params.items():
-        param.requires_grad_(not name.endswith("tall"))
+        param.requires_grad_(not name.endswith(end))
     training.muon.rebuild()
 
 
-def thaw(training: Training) -> None:
-    for param in training.params.values():
-        param.requires_grad_(True)
-    training.muon.rebuild()
-
-
-ACTIONS: dict[str, Callable[[Training], None]] = {
-    act.__name__: act
-    for act in (
-        swap_data, swap_and_rebuild, replace_parameters, reload, new_optimizer,
-        move_to_host_and_back, move_to_host, check, freeze, thaw,
-    )
-}  # fmt: skip
+ACTIONS: dict[str, Callable[[Training], Any]] = {
+    "swap_data": swap_data,
+    "swap_and_rebuild": lambda training: (swap_data(training), training.muon.rebuild()),
+    "replace_parameters": replace_parameters,
+    "reload": lambda training: training.muon.load_state_dict(copy.deepcopy(training.muon.state_dict())),
+    "new_optimizer": new_optimizer,
+    "move_to_host": lambda training: training.muon.offload(),
+    "move_to_host_and_back": lambda training: (training.muon.offload(), training.muon.reload()),
+    "check": lambda training: (training.muon.check_last_step(), training.muon.check_replicas()),
+    "freeze": partial(freeze, end="tall"),
+    "thaw": partial(freeze, end="none"),
+}
 
 
 def hopping(muon: Muon) -> bool:

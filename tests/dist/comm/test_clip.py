@@ -1,4 +1,4 @@
-"""Gradient clipping on any layout equals clipping of the whole model in one process."""
+"""Gradient clipping and QK-clip on any layout equal clipping of the whole model in one process."""
 
 import math
 
@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist import small_params
-from tests.dist.harness import on_ranks
+from tests.dist.harness import on_ranks, run_ranks
 from tests.parity.layouts import LAYOUTS, mesh_of, placed
+from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from tests.shared import local, message
-from titan_muon import Muon
+from titan_muon import Muon, transformers_qk_clip
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
 from titan_muon.plugins.clip import OTHER_EXPERTS, GradientClip, clip_grad_norm_
+from titan_muon.plugins.qk_clip import QKClip
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
 ALL = list(range(len(SHAPES)))
@@ -55,7 +60,7 @@ PLACED = ("fsdp beside tp", "fsdp x tp rows", "ep x rows", "plain", "hsdp")
 def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process(rank: int) -> None:
     """The norm and the gradients of dense, strided, expert, plain, replicated and owned parameters."""
     dense, replicated, flat = (mesh_of(axes, ()) for axes in ("shard tp", "replicate shard", "shard"))
-    for clipped, max_norm, norm_type in CASES:
+    for chosen, max_norm, norm_type in CASES:
         g = whole_gradients()
         parameters = [
             *(with_gradient(placed(value, LAYOUTS[name])) for name, value in zip(PLACED, g, strict=False)),
@@ -64,13 +69,13 @@ def test_any_mixture_of_layouts_is_clipped_as_by_torch_in_one_process(rank: int)
             owned(dense["shard"], dense["tp"], 1, g[7]),
             owned(dense["shard"], dense["tp"], 0, g[8]),
         ]
-        if clipped == ALL:
+        if chosen == ALL:
             norm = clip_grad_norm_(iter(parameters), max_norm, norm_type)
         else:
-            norm = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=4)()
+            norm = GradientClip(parameters, [parameters[i] for i in chosen], max_norm=max_norm, stage_ranks=4)()
         alone = list(map(with_gradient, whole_gradients()))
         total = torch.nn.utils.get_total_norm([p.grad for p in alone], norm_type)
-        nn.utils.clip_grad_norm_([alone[i] for i in clipped], max_norm, norm_type)
+        nn.utils.clip_grad_norm_([alone[i] for i in chosen], max_norm, norm_type)
         assert float(norm) == pytest.approx(float(total), rel=1e-5)
         for p, expected in zip(parameters, alone, strict=True):
             found = gather(p.grad if p.grad is not None else owned_like(p.to_local(), p))
@@ -146,3 +151,78 @@ def test_a_scaler_does_not_hide_the_norm_of_all_ranks(rank: int) -> None:
     muon.found_inf, muon.grad_scale = torch.tensor(float(rank)), None  # type: ignore[attr-defined]
     muon.step()
     assert not local(parameter).any()
+
+
+# --- QK-clip: each rank observes only local tokens and heads ---
+
+
+PROJECTED = ("fsdp", "tp columns", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "plain", "owned")
+
+
+def placed_weights() -> dict[str, dict[str, Tensor]]:
+    """The same projections once per layout; each `owned` projection has another owner."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = whole_weights()
+    return {
+        name: {
+            key: place_on_owners(weight, mesh, [number % 4]) if name == "owned" else placed(weight, LAYOUTS[name])
+            for number, (key, weight) in enumerate(whole.items())
+        }
+        for name in PROJECTED
+    }
+
+
+def observed(rank: int) -> Tensor:
+    """A rank's observations: the largest logit of each head on one rank, smaller logits elsewhere."""
+    return torch.tensor([logit if head % 4 == rank else logit / (2 + rank) for head, logit in enumerate(LOGITS)])
+
+
+@on_ranks(4)
+def test_every_layout_equals_clipping_of_whole_weights_with_a_single_collective(rank: int) -> None:
+    weights = placed_weights()
+    clip = QKClip([layer(tensors, name) for name, tensors in weights.items()])
+    for _ in range(2):
+        for name in weights:
+            if name == "fsdp x tp rows":
+                # Tensor parallelism: a rank computes half of the heads.
+                half = rank % 2 * HEADS // 2
+                clip.observe(name, torch.tensor(LOGITS[half : half + HEADS // 2]), first_head=half)
+            else:
+                clip.observe(name, observed(rank))
+        with CollectiveCounter() as counter:
+            clip.start_reduce()
+            clip.apply()
+        assert [call.payload for call in counter.calls] == [4 * HEADS * len(weights)], "one float32 for each head"
+    expected = clipped(clipped(whole_weights(), LOGITS, 100.0, 0.5), LOGITS, 100.0, 0.5)
+    for name, tensors in weights.items():
+        for key, tensor in tensors.items():
+            value = gather(tensor).detach() if isinstance(tensor, DTensor) else tensor
+            torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=0, msg=f"{name}.{key}")
+
+
+def clipped_llama(rank: int, world_size: int) -> dict[str, Tensor]:
+    """The attention's weights after a clipped step of Transformers' Llama under FSDP2; each rank has a sequence."""
+    from tests.unit.fsdp.test_transformers_attention import batch, model
+
+    llama = model()
+    inputs = batch()
+    if world_size > 1:
+        mesh = init_device_mesh("cpu", (world_size,))
+        for block in llama.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(llama, mesh=mesh)
+        inputs = {name: tensor[rank : rank + 1] for name, tensor in inputs.items()}
+    clip = transformers_qk_clip(llama, threshold=2.0)
+    llama(**inputs)
+    clip.apply()
+    projections = {name: p for name, p in llama.named_parameters() if "q_proj" in name or "k_proj" in name}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in projections.items()}
+
+
+def test_attention_of_transformers_is_clipped_alike_under_fsdp() -> None:
+    pytest.importorskip("transformers")
+    first, second = run_ranks(clipped_llama, 2)
+    (alone,) = run_ranks(clipped_llama, 1)
+    for name, weight in alone.items():
+        torch.testing.assert_close(first[name], weight)
+        assert torch.equal(first[name], second[name])

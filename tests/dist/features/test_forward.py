@@ -239,11 +239,6 @@ def test_buffers_live_until_the_last_layer_is_updated(rank: int) -> None:
 # --- faults and refusals ---
 
 
-def unshard_early(run: Run) -> None:
-    run.sharded()[-1].unshard()
-    run.loss(5)
-
-
 def call_another_method(run: Run) -> None:
     """The root's method, without a hook."""
     run.net.other = partial(Net.forward, run.net)  # type: ignore[assignment]
@@ -251,28 +246,13 @@ def call_another_method(run: Run) -> None:
     run.net.other(torch.zeros(4, DIM))  # type: ignore[operator]
 
 
-def replace_storage(run: Run) -> None:
-    run.net._apply(torch.clone)
-    run.loss(5)
-
-
-def replace_storage_and_step(run: Run) -> None:
-    run.net._apply(torch.clone)
-    step_again(run)
-
-
-def replace_storage_in_order(run: Run) -> None:
-    run.muon.finish_step()
-    replace_storage(run)
-
-
 GATHERED, REPLACED = "was all-gathered before the update was applied", "storage was replaced before the update"
-MISUSE: tuple[tuple[Callable[[Run], None], Sharding, str], ...] = (
-    (unshard_early, Sharding(), f"layers.3: {GATHERED}"),
+MISUSE: tuple[tuple[Callable[[Run], object], Sharding, str], ...] = (
+    (lambda run: (run.sharded()[-1].unshard(), run.loss(5)), Sharding(), f"layers.3: {GATHERED}"),
     (call_another_method, Sharding(layers=2), f"the root module: {GATHERED}"),
-    (replace_storage, Sharding(), REPLACED),
-    (replace_storage_and_step, Sharding(), REPLACED),
-    (replace_storage_in_order, Sharding(), ""),
+    (lambda run: (run.net._apply(torch.clone), run.loss(5)), Sharding(), REPLACED),
+    (lambda run: (run.net._apply(torch.clone), step_again(run)), Sharding(), REPLACED),
+    (lambda run: (run.muon.finish_step(), run.net._apply(torch.clone), run.loss(5)), Sharding(), ""),
 )
 
 
@@ -283,7 +263,7 @@ def test_misuse_of_weights_with_a_pending_update_is_an_error(rank: int) -> None:
         run.step(0)
         assert updates_left(run.muon) > 0
         text = message(lambda act=act, run=run: act(run))
-        assert expected in text, act.__name__
+        assert expected in text
         assert bool(text) == bool(expected), text
         assert not text or "finish_step()" in text
 

@@ -1,6 +1,7 @@
-"""States of Muon on ranks: stored once, saved without rounding, refused by name. Bits: tests/parity."""
+"""States of Muon on ranks: stored once, saved without rounding, refused by name; idle matrices. Bits: tests/parity."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
-from tests.dist.small_params import placed
+from tests.dist.small_params import full, parameters, placed
 from tests.parity.checkpoints import load, saved
 from tests.parity.references import ALGORITHM
 from tests.parity.table import ELEMENTS_SMOOTHED, NORMUON_AND_SOAP, ROWS_SMOOTHED, SPHERE, row
 from tests.parity.training import Training
 from tests.shared import equal, local, message, muon_keywords, whole
 from titan_muon import Expert, Muon
+from titan_muon.features.mask import IDLE_STEPS
 from titan_muon.planner.summary import summarize
 
 SHAPES, MATRICES = ("wide", "tall", "uneven", "experts"), 3 + 8
@@ -175,3 +177,30 @@ def test_blocks_of_an_int8_momentum_across_shards_are_refused(rank: int) -> None
     text = message(Muon([("w", nn.Parameter(placed(torch.ones(16, 96), dim=1)))], state_dtype="int8").build)
     assert "state_dtype = 'int8'" in text
     assert "w has 96 columns on 2 ranks" in text
+
+
+@on_ranks(2)
+def test_an_idle_matrix_is_only_decayed_and_named_once(rank: int) -> None:
+    """Also a tensor of rank-specific values, idle on rank 1.
+
+    From the second step on, a matrix and an expert are idle, and a quarter of another matrix is zero.
+    """
+    params, own = parameters(), nn.Parameter(torch.full((4, 6), 1.0 + rank))
+    expected = own.detach().clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        muon = Muon([*params.items(), ("own", own)], lr=0.02, expert=Expert(idle="hold", replicas="redundant")).build()
+        for seed in range(1, IDLE_STEPS + 4):
+            grads = {name: full(name, seed) for name in params}
+            if seed > 1:
+                grads["layers.0.weight"].zero_()
+                grads["layers.1.weight"][:6] = 0
+                grads["layers.2.experts"][2] = 0
+            for name, grad in grads.items():
+                params[name].grad = placed(grad)
+            own.grad = torch.ones(4, 6) * (seed == 1 or rank == 0)
+            muon.step()
+            expected = own.detach().clone() if seed == 1 else expected * (1 - 0.02 * 0.1)
+    assert torch.equal(own, expected) == (rank > 0)
+    (text,) = (str(w.message) for w in caught if "zero in each" in str(w.message))
+    assert text.startswith(f"layers.0.weight, layers.2.experts 2{', own' if rank else ''}: the gradient was zero")
