@@ -98,7 +98,7 @@ slow: venv
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
 
 test-long: venv
-	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/parity/test_random.py $(ARGS)
+	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/parity/test_parity.py::test_random_rows_have_the_bits_of_the_reference $(ARGS)
 
 oldest: $(OLDEST_STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(OLDEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(OLDEST_TESTS) $(ARGS)

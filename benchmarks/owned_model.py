@@ -59,7 +59,7 @@ class Setup:
     placement: str
     reshard: bool | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    prepare: Callable[[Net], None] | None = None
+    prepare: Callable[[Net], object] | None = None
     replicas: int = 1
     tensor: int = 1
     shard_first: bool = False

@@ -26,7 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROWS = "tests/parity"
 RECIPES = "titan_muon/trainer/"
-STEP_TESTS = tuple(f"tests/dist/{folder}" for folder in ("step", "features", "rules", "comm", "owned"))
+STEP_TESTS = tuple(f"tests/dist/{folder}" for folder in ("step", "features", "comm", "owned"))
 HANG = "a hang"
 """A run that takes longer than the time limit notices the fault."""
 SECONDS = 900

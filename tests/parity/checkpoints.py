@@ -7,10 +7,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.parity.references import ALGORITHM
-from tests.parity.table import NORMUON_AND_SOAP, SOAP, in_hops
+from tests.parity.table import KEPT, NORMUON_AND_SOAP, SOAP, in_hops
 from tests.parity.training import Row, Training, gradients, reference_of
 from titan_muon.engine.tensors.dtensor import copy_rows
 
+ON_HOST = {"offload": "state"}
 Stage = tuple[int, str | tuple[str, ...], dict[str, Any]]
 """Ranks, a layout or several in one Muon, and options of Muon."""
 
@@ -35,17 +36,8 @@ def chains() -> list[Chain]:
     shards: tuple[Stage, ...] = ((4, "fsdp", in_hops(2)), (2, "plain", {}), (1, "plain", {}), (4, "hsdp", {}))
     homes: tuple[Stage, ...] = ((4, "owned", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
     replicas: tuple[Stage, ...] = ((4, "owned, hsdp", {}), (2, "fsdp", {}), (4, "owned, hsdp", {}))
-    keepers: tuple[Stage, ...] = (
-        (4, "plain", {"state": "owner"}),
-        (2, "replicated", {}),
-        (4, "hsdp", {"state": "owner"}),
-        (2, "plain", {"state": "owner"}),
-    )
-    hosts: tuple[Stage, ...] = (
-        (4, "hsdp", {"offload": "state"}),
-        (2, "fsdp", {}),
-        (4, "fsdp", {"offload": "parameters"}),
-    )
+    keepers: tuple[Stage, ...] = ((4, "plain", KEPT), (2, "replicated", {}), (4, "hsdp", KEPT), (2, "plain", KEPT))
+    hosts: tuple[Stage, ...] = ((4, "hsdp", ON_HOST), (2, "fsdp", {}), (4, "fsdp", {"offload": "parameters"}))
     ranges: tuple[Stage, ...] = ((4, "ranges", {}), (2, "fsdp", {}), (4, "ranges, hfsdp", {}), (1, "plain", {}))
     rows: tuple[Stage, ...] = ((4, "hsdp", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
     meshes: tuple[Stage, ...] = (

@@ -53,15 +53,6 @@ class RecomputedAround(Net):
         return self.out(x)
 
 
-def recomputed_around(model: Net) -> None:
-    model.__class__ = RecomputedAround
-
-
-def frozen_input(model: Net) -> None:
-    """The input of the first layer then requires no gradient."""
-    model.inp.requires_grad_(False)
-
-
 def compiled(model: Net) -> None:
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
@@ -70,15 +61,6 @@ def compiled(model: Net) -> None:
 def frozen(model: Net) -> None:
     model.layers[1].wk.weight.requires_grad_(False)
     model.layers[2].wv.weight.requires_grad_(False)
-
-
-def unused(model: Net) -> None:
-    """A matrix without use on any rank: the gradient is zero."""
-    model.layers[1].wq.forward = lambda x: x
-
-
-def repeated(model: Net) -> None:
-    model.layers.append(model.layers[0])
 
 
 def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: bool = True) -> dict[str, Tensor]:
@@ -104,31 +86,25 @@ def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: b
     return whole(model)
 
 
-def both(rank: int, world_size: int, setup: Setup, other: str, *microbatches: Any) -> float:
-    """Largest difference of any parameter between a setup and the same model placed otherwise."""
-    setups = (setup, replace(setup, placement=other, shard_first=False))
-    ours, theirs = (train(rank, world_size, each, *microbatches) for each in setups)
-    start = whole(make())
-    assert list(ours) == list(theirs)
-    assert max(float((ours[name] - start[name]).abs().max()) for name in start) > 0.01, "nothing was trained"
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
-
-
-PLAIN, TENSOR = Setup("owned"), Setup("owned", tensor=2)
-HALF = Setup("owned", policy=BF16)
+PLAIN, KEPT = Setup("owned"), Setup("owned", reshard=False)
+HALF, TENSOR = Setup("owned", policy=BF16), Setup("owned", tensor=2)
 SETUPS = {
     "plain": PLAIN,
     "freed": Setup("owned", reshard=True),
     "sharded first": Setup("owned", shard_first=True),
-    "checkpointed and kept": Setup("owned", prepare=checkpointed, reshard=False),
-    "recomputed within": Setup("owned", prepare=recomputed_within),
-    "recomputed around and kept": Setup("owned", prepare=recomputed_around, reshard=False),
-    "frozen input": Setup("owned", prepare=frozen_input),
-    "compiled": Setup("owned", prepare=compiled),
-    "frozen": Setup("owned", prepare=frozen),
+    "checkpointed and kept": replace(KEPT, prepare=checkpointed),
+    "recomputed within": replace(PLAIN, prepare=recomputed_within),
+    "recomputed around and kept": replace(KEPT, prepare=lambda model: setattr(model, "__class__", RecomputedAround)),
+    # The input of the first layer then requires no gradient.
+    "frozen input": replace(PLAIN, prepare=lambda model: model.inp.requires_grad_(False)),
+    "compiled": replace(PLAIN, prepare=compiled),
+    "frozen": replace(PLAIN, prepare=frozen),
     "bf16": HALF,
     "bf16 checkpointed": replace(HALF, prepare=checkpointed),
 }
+# A matrix without use on any rank: the gradient is zero.
+UNUSED = replace(PLAIN, prepare=lambda model: setattr(model.layers[1].wq, "forward", lambda x: x))
+REPEATED = replace(PLAIN, prepare=lambda model: model.layers.append(model.layers[0]))
 # Equal bits where a sum has one order. Sums of three or more numbers differ in the last bits.
 CLOSE = 1e-6
 CASES: dict[str, tuple[int, Setup, str, float, tuple[int, bool]]] = {
@@ -139,8 +115,8 @@ CASES: dict[str, tuple[int, Setup, str, float, tuple[int, bool]]] = {
         for parts, each in ((2, True), (2, False))
     },
     **{f"1 process beside {n}": (n, PLAIN, "alone", 0.0 if n < 4 else CLOSE, (1, True)) for n in (1, 2, 4)},
-    "unused": (2, replace(PLAIN, prepare=unused), "alone", 0.0, (1, True)),
-    "repeated": (2, replace(PLAIN, prepare=repeated), "alone", CLOSE, (1, True)),
+    "unused": (2, UNUSED, "alone", 0.0, (1, True)),
+    "repeated": (2, REPEATED, "alone", CLOSE, (1, True)),
     "HSDP": (4, replace(PLAIN, replicas=2), "sharded", CLOSE, (1, True)),
     "HSDP, bf16": (4, replace(HALF, replicas=2), "sharded", CLOSE, (1, True)),
     "FSDP x TP": (4, TENSOR, "sharded", 0.0, (1, True)),
@@ -149,10 +125,21 @@ CASES: dict[str, tuple[int, Setup, str, float, tuple[int, bool]]] = {
 """Ranks, the setup, the other placement, the largest difference, and microbatches with their synchronization."""
 
 
+def both(rank: int, world_size: int, name: str) -> float:
+    """Largest difference of any parameter between a setup and the same model placed otherwise."""
+    _, setup, other, _, microbatches = CASES[name]
+    setups = (setup, replace(setup, placement=other, shard_first=False))
+    ours, theirs = (train(rank, world_size, each, *microbatches) for each in setups)
+    start = whole(make())
+    assert list(ours) == list(theirs)
+    assert max(float((ours[name] - start[name]).abs().max()) for name in start) > 0.01, "nothing was trained"
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_owned_matrices_train_as_fsdp_and_as_one_process(name: str) -> None:
-    world_size, setup, other, most, microbatches = CASES[name]
-    assert max(run_ranks(both, world_size, setup, other, *microbatches)) <= most
+    world_size, _, _, most, _ = CASES[name]
+    assert max(run_ranks(both, world_size, name)) <= most
 
 
 class OutOfMemory(Exception):

@@ -1,10 +1,13 @@
 """States of Muon on ranks: stored once, saved without rounding, refused by name; idle matrices. Bits: tests/parity."""
 
 import copy
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -15,9 +18,10 @@ from tests.dist.small_params import full, parameters, placed
 from tests.parity.checkpoints import load, saved
 from tests.parity.references import ALGORITHM
 from tests.parity.table import ELEMENTS_SMOOTHED, NORMUON_AND_SOAP, ROWS_SMOOTHED, SPHERE, row
-from tests.parity.training import Training
+from tests.parity.training import Training, differences
+from tests.reference_muon import newton_schulz
 from tests.shared import equal, local, message, muon_keywords, whole
-from titan_muon import Expert, Muon
+from titan_muon import Expert, Muon, registry
 from titan_muon.features.mask import IDLE_STEPS
 from titan_muon.planner.summary import summarize
 
@@ -204,3 +208,59 @@ def test_an_idle_matrix_is_only_decayed_and_named_once(rank: int) -> None:
     assert torch.equal(own, expected) == (rank > 0)
     (text,) = (str(w.message) for w in caught if "zero in each" in str(w.message))
     assert text.startswith(f"layers.0.weight, layers.2.experts 2{', own' if rank else ''}: the gradient was zero")
+
+
+# --- the algorithms of docs/your_own_algorithm.md ---
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "your_own_algorithm.md"
+LAYOUTS = ("fsdp", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "tp rows", "ep x rows", "tp x ep", "owned")
+BETA = 0.9
+NAMES = ("smooth", "columns", "polar")
+
+
+def register() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert all(len(code.splitlines()) <= 40 for code in blocks)
+    if "smooth" not in registry.algorithms:
+        names = {"model": nn.Linear(16, 16, bias=False)}
+        for code in blocks:
+            exec(code, names)
+
+
+@pytest.fixture
+def _registered() -> Iterator[None]:
+    register()
+    yield
+    # The tests of the docs register them again.
+    for name in NAMES:
+        del registry.algorithms._values[name]
+
+
+@pytest.mark.usefixtures("_registered")
+def test_the_examples_compute_their_definitions_in_one_process() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, grad = (torch.randn(24, 40, generator=generator) for _ in range(2))
+    blended = (0.05 * grad).lerp(grad, 0.05)
+    rounded = blended.bfloat16().float()
+    left, _, right = torch.linalg.svd(blended, full_matrices=False)
+    normalized = (rounded / (rounded.norm(dim=0) + 1e-8)).bfloat16()
+    updates = {
+        "smooth": (1 - BETA) * newton_schulz(blended).float(),
+        "columns": newton_schulz(normalized).float(),
+        "polar": left @ right,
+    }
+    for name, expected in updates.items():
+        param = nn.Parameter(weight.clone())
+        muon = Muon([("w", param)], lr=1.0, algorithm=name, expert=Expert(orthogonalize="reference"), weight_decay=0.0)
+        param.grad = grad.clone()
+        muon.step()
+        torch.testing.assert_close((weight - param.detach()) / (0.2 * 40**0.5), expected, rtol=4e-3, atol=1e-3)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_examples_have_the_same_bits_on_every_layout(rank: int, name: str) -> None:
+    register()
+    fields = {"math": {ALGORITHM: name}, "reference": "one process", "shapes": ("wide", "tall", "experts")}
+    assert differences(rank, 4, row(name, layouts=LAYOUTS, close=1e-9, **fields)) == []
