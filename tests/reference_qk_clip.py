@@ -30,13 +30,11 @@ PATTERNS: dict[str, tuple[int, tuple[HeadRows, ...]]] = {
 
 
 def whole_weights(columns: int = 8) -> dict[str, Tensor]:
-    """A value of each projection."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(rows, columns, generator=generator) for name, (rows, _) in PATTERNS.items()}
 
 
 def layer(weights: dict[str, Tensor], name: str = "layers.0") -> AttentionLayer:
-    """A layer with the projections."""
     return AttentionLayer(name, HEADS, tuple(HeadWeight(key, w, PATTERNS[key][1]) for key, w in weights.items()))
 
 

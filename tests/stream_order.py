@@ -111,7 +111,6 @@ class StreamOrder(TorchDispatchMode):
         return result
 
     def _access(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Check and record the reads and writes of an operation."""
         name, schema = func._schema.name, func._schema.arguments
         arguments = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
         everything = func.namespace == "c10d"

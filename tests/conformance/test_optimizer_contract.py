@@ -69,7 +69,6 @@ def weights(dtype: torch.dtype = torch.float32, count: int = 2) -> list[nn.Param
 
 
 def stepped(make: Callable[..., Any], params: list[nn.Parameter], **keywords: Any) -> Any:
-    """An optimizer after a step."""
     optimizer = make(params, **keywords)
     set_gradients(params)
     optimizer.step()

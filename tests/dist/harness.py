@@ -137,7 +137,6 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def close(self) -> None:
-        """End the ranks."""
         for process, connection in self._ranks:
             process.kill()
             process.join()
@@ -210,5 +209,4 @@ def run_program(*words: str, timeout: float = 120.0) -> tuple[int, str]:
         if process.is_alive():
             process.kill()
             process.join()
-        assert process.exitcode is not None
         return process.exitcode, shown.read_text()

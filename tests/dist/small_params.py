@@ -30,6 +30,5 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], seed: int) -> None:
-    """Set the gradient of a seed for each parameter."""
     for name, param in params.items():
         param.grad = placed(full(name, seed))

@@ -283,7 +283,6 @@ def train(kind: str, folder: str) -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
-    """The errors of calls that would be wrong."""
     texts = {"overlap": message(lambda: Sharded("optim", 1, overlap="forward"))}
     net = Net(1)
     model: Any = _sharded("optim", net)

@@ -60,7 +60,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, str]]] = {
 
 
 def run(case: str, folder: Path, out: Path, *flags: str) -> dict[str, Any]:
-    """Output of an example's run."""
     name, ranks, options, variables = CASES[case]
     grouped = name in ("ddp", "fsdp2") or case == "peft-ddp"
     words = ["tests.integrations.run_example", name, str(folder), str(out), f"--options={json.dumps(options)}", *flags]
@@ -93,7 +92,6 @@ CLOSE = 1e-6
 
 
 def run_megatron(ranks: int, kind: str, folder: Path) -> dict[str, str]:
-    """The printed results by name."""
     shown = output_of("tests.integrations.run_megatron", kind, str(folder), ranks=ranks)
     return dict(line.split(": ", 1) for line in shown.splitlines() if ": " in line)
 

@@ -32,7 +32,6 @@ class Chain:
 
 
 def chains() -> list[Chain]:
-    """All chains."""
     shards: tuple[Stage, ...] = ((4, "fsdp", in_hops(2)), (2, "plain", {}), (1, "plain", {}), (4, "hsdp", {}))
     homes: tuple[Stage, ...] = ((4, "owned", {}), (2, "fsdp", {}), (1, "plain", {}), (4, "fsdp x tp rows", {}))
     replicas: tuple[Stage, ...] = ((4, "owned, hsdp", {}), (2, "fsdp", {}), (4, "owned, hsdp", {}))
@@ -103,7 +102,6 @@ def continued(rank: int, world_size: int, row: Row, titan: bool, number: int, so
 
 
 def saved(training: Training, titan: bool) -> dict[str, Any]:
-    """State to save, or to load into."""
     if titan:
         # Not at the top, because torchtitan needs `compat.install` first.
         from torchtitan.components.optimizer.utils import get_flat_optim_state_dict

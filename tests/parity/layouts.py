@@ -89,7 +89,6 @@ def matrices(name: str, whole: Tensor) -> list[Tensor]:
 
 
 def assembled(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The whole parameter of some matrices."""
     shape = shape_of(name)
     places = torch.cat([part.flatten() for part in matrices(name, torch.arange(prod(shape)).view(shape))])
     values = torch.cat([part.flatten() for part in parts])
@@ -168,7 +167,6 @@ def mesh_of(axes: str, ranks: tuple[int, ...]) -> DeviceMesh:
 
 
 def placed(whole: Tensor, layout: Layout) -> Tensor:
-    """A whole tensor in a layout."""
     if not layout.placements:
         return whole.clone()
     if layout.ranges:
@@ -180,7 +178,6 @@ def placed(whole: Tensor, layout: Layout) -> Tensor:
 def in_ranges(whole: Tensor, layout: Layout) -> DTensor:
     """A whole tensor whose ranks have ranges of rows with random bounds, equal for equal shapes."""
     coordinate = layout.mesh.get_coordinate()
-    assert coordinate is not None
     piece, place, count = whole, 0, 1
     for axis, placement in reversed([*enumerate(layout.placements)]):
         size = layout.mesh.size(axis)

@@ -42,7 +42,6 @@ def in_groups(names: list[str], other: Options) -> Iterator[tuple[list[str], Opt
 
 
 def groups(pairs: Mapping[str, Any], other: Options) -> list[dict[str, Any]]:
-    """Groups of parameters for an optimizer."""
     return [
         {"params": [pairs[name] for name in part], "param_names": part, **more}
         for part, more in in_groups(list(pairs), other)
@@ -125,7 +124,6 @@ def _whole(parts: Mapping[str, Tensor], name: str) -> Tensor:
 
 @cache
 def this_rank() -> dist.ProcessGroup:
-    """A process group of this rank alone."""
     made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return made[dist.get_rank()]
 

@@ -99,7 +99,6 @@ def exchanged() -> list[Row]:
 
 
 def layouts() -> list[Row]:
-    """Each layout alone."""
     worlds = {
         1: ("plain",),
         2: (*TWO, "owned"),

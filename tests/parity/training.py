@@ -75,7 +75,6 @@ class Row:
         return self.name
 
     def layout_of(self, name: str) -> str:
-        """The layout of a parameter."""
         return self.layouts[int(name.split(".")[1])]
 
 
@@ -178,11 +177,9 @@ class Training:
         self.muon.zero_grad()
 
     def step_on(self, seed: int) -> None:
-        """A step on the gradients of a seed."""
         self.step(0, {name: drawn(name, seed) for name in self.params}, set())
 
     def _skipped_by_the_scaler(self, grads: Mapping[str, Tensor]) -> None:
-        assert self.scaler is not None
         spoiled = self._scaled(grads)
         next(iter(spoiled.values())).view(-1)[-1] = torch.inf
         self._set(spoiled, set())
@@ -190,14 +187,12 @@ class Training:
         self.muon.zero_grad()
 
     def _scaler_step(self) -> None:
-        assert self.scaler is not None
         if self.row.scaler == "unscaled":
             self.scaler.unscale_(self.muon)
         self.scaler.step(self.muon)
         self.scaler.update()
 
     def _scaled(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert self.scaler is not None
         return {name: grad * self.scaler.scale(torch.ones(())).item() for name, grad in grads.items()}
 
     def _set(self, grads: Mapping[str, Tensor], absent: set[str]) -> None:
@@ -361,7 +356,6 @@ class Twin:
 
 
 def reference_of(row: Row, names: list[str]) -> Reference:
-    """A new reference of a row."""
     if row.reference == "twin":
         return Twin(row)
     dtype = row.ns_dtype if row.reference == "paper" else row.dtype

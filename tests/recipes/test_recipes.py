@@ -215,7 +215,6 @@ def test_uncounted_states_of_another_packages_optimizer_are_reported(dry_run: Dr
 
 
 def elements_of(plan: dict[str, Any]) -> Counter[str]:
-    """Elements of the parameters of each optimizer."""
     elements: Counter[str] = Counter()
     for parameter in plan["parameters"]:
         elements[parameter["optimizer"]] += prod(parameter["shape"])

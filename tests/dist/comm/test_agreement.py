@@ -43,7 +43,6 @@ def test_a_rank_without_matrices_takes_part_in_every_collective(rank: int) -> No
 
 
 def built(rank: int, world_size: int, layers: int) -> list[tuple[str, int]]:
-    """The collectives of a construction."""
     params = [(f"layers.{i}.w", Parameter(placed(torch.ones(16, 24)))) for i in range(layers)]
     with CollectiveCounter() as counter:
         muon = Muon(params).build()

@@ -122,7 +122,6 @@ def scale(rank: int, muon: Muon, params: Params) -> None:
 
 
 def regroup(**changed: Any) -> Callable[..., None]:
-    """A change of the group of rank 1."""
     return lambda rank, muon, params: muon.param_groups[0].update(changed if rank else {})
 
 

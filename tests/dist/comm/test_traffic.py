@@ -154,7 +154,6 @@ class Counted:
 
 
 def build(case: Case, **options: Any) -> Muon:
-    """The optimizer of a case, with gradients."""
     params = []
     for stack in case.stacks:
         mesh = init_device_mesh("cpu", stack.mesh) if stack.mesh else None

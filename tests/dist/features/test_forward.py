@@ -107,7 +107,6 @@ class Run:
         return [module for module in self.net.modules() if isinstance(module, FSDPModule)]
 
     def weights(self) -> list[Tensor]:
-        """Copies of the local weights."""
         return [local(param).clone() for _, param in self.named]
 
     def note(self, *_: Any) -> None:

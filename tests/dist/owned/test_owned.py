@@ -89,7 +89,6 @@ def passes(rank: int, world_size: int, experts: int, reshard: bool) -> tuple[flo
     setup, loss_function = Setup("owned", reshard=reshard), loss_of if experts else owned_model.loss_of
     net: Any = make(experts) if experts else owned_model.make(dim=64, hidden=192)
     moved = 4 * (world_size - 1) * sum(p.numel() for p in net.parameters())
-    owners: Any
     if experts:
         (owners,) = place(net, world_size)
     else:
@@ -287,7 +286,6 @@ class Tied(Net):
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], str]]:
-    """Refused calls by name, and their errors."""
     other_block = Block()
     other = DeviceMesh("cpu", [1 - torch.distributed.get_rank()], _init_backend=False)
 

@@ -227,10 +227,8 @@ def test_a_change_of_unsharded_weights_is_an_error_on_the_owner(rank: int) -> No
 
 
 def placed(world_size: int) -> tuple[Net, Owners]:
-    """A model with owned matrices."""
     model = make()
     owners = place(model, PLAIN, data_mesh(world_size, PLAIN, model))
-    assert owners is not None
     return model, owners
 
 

@@ -46,7 +46,6 @@ def trained(
 
 
 def states(training: Training, key: str = "") -> dict[str, Tensor]:
-    """This rank's states by parameter and key."""
     return {
         f"{name.rpartition('.')[2]}.{kind}": local(value)
         for name, param in training.params.items()
