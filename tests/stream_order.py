@@ -119,28 +119,28 @@ class StreamOrder(TorchDispatchMode):
         reads = [t for n in arguments if n not in changed for t in tensors(arguments[n])]
         # A pure allocation is no access.
         for tensor in (*reads, *writes, *tensors(result)):
-            self._known(tensor)
+            self._known(tensor.untyped_storage())
         if "empty" in name:
             return
         self.log.append((self.current, name))
         clock = self.current.clock
-        for tensor in (*writes, *(() if everything else tensors(result))):
-            self._check(name, tensor, self._known(tensor), write=True)
+        writes += () if everything else tensors(result)
+        for tensor in writes:
+            self._check(name, tensor, self._known(tensor.untyped_storage()), write=True)
         for tensor in reads:
-            self._check(name, tensor, self._known(tensor), write=False)
+            self._check(name, tensor, self._known(tensor.untyped_storage()), write=False)
         clock[self.current.name] = now = clock.get(self.current.name, 0) + 1
-        for tensor in (*writes, *(() if everything else tensors(result))):
-            self._known(tensor).writes[self.current.name] = now
+        for tensor in writes:
+            self._known(tensor.untyped_storage()).writes[self.current.name] = now
         for tensor in reads:
-            self._known(tensor).reads[self.current.name] = now
+            self._known(tensor.untyped_storage()).reads[self.current.name] = now
 
-    def _known(self, tensor: Tensor) -> Memory:
-        return self._first_known(StorageWeakRef(tensor.untyped_storage()))
-
-    def _first_known(self, storage: StorageWeakRef) -> Memory:
-        if storage.cdata not in self._memory:
-            self._memory[storage.cdata] = Memory(storage, self.current, self._freed_by(self.current))
-        return self._memory[storage.cdata]
+    def _known(self, storage: torch.UntypedStorage) -> Memory:
+        reference = StorageWeakRef(storage)
+        if reference.cdata not in self._memory:
+            freed = dict(self._freed.get(self.current.name, {}))
+            self._memory[reference.cdata] = Memory(reference, self.current, freed)
+        return self._memory[reference.cdata]
 
     def _check(self, name: str, tensor: Tensor, memory: Memory, *, write: bool) -> None:
         before = [("was freed", memory.freed_before), ("is written", memory.writes)]
@@ -160,9 +160,6 @@ class StreamOrder(TorchDispatchMode):
         for times in (memory.freed_before, memory.reads, memory.writes):
             advance(freed, times)
 
-    def _freed_by(self, stream: Stream) -> Clock:
-        return dict(self._freed.get(stream.name, {}))
-
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """A storage is given up, or has memory again."""
         self._collect()
@@ -170,7 +167,7 @@ class StreamOrder(TorchDispatchMode):
         if size == 0 and reference.cdata in self._memory:
             self._free(self._memory.pop(reference.cdata))
         elif size > 0:
-            self._first_known(reference)
+            self._known(storage)
 
 
 @pytest.fixture

@@ -77,18 +77,8 @@ def row(name: str, world: int = 4, layouts: tuple[str, ...] = MIXED, **fields: A
 
 def rows() -> list[Row]:
     """All rows, those about the most code first."""
-    return [
-        *options(),
-        *hops(),
-        *owned(),
-        *ranges(),
-        *overlaps(),
-        *faults(),
-        *layouts(),
-        *algorithms(),
-        *batched(),
-        *actions(),
-    ]
+    parts = (options, hops, owned, ranges, overlaps, faults, layouts, algorithms, batched, actions)
+    return [item for part in parts for item in part()]
 
 
 def exchanged() -> list[Row]:

@@ -79,25 +79,17 @@ def freeze(rank: int, params: Params, saved: dict[str, Any]) -> None:
         del saved["state"][0]
 
 
+def in_group(change: Callable[[int, dict[str, Any]], object]) -> Callable[..., object]:
+    return lambda rank, params, saved: change(rank, saved["param_groups"][0])
+
+
 NO_MOMENTUM = "has no momentum_buffer with this optimizer's shape, mesh and placements; "
 LOADED: dict[str, tuple[Callable[[int, Params, dict[str, Any]], object], str, bool]] = {
-    "another rate": (lambda rank, params, saved: saved["param_groups"][0].update(lr=0.5), "", True),
-    "fewer iterations": (lambda rank, params, saved: saved["param_groups"][0].update(ns_steps=3), "", False),
-    "of torch": (
-        lambda rank, params, saved: saved["param_groups"][0].pop("ns_coefficients"),
-        "groups have no ns_coefficients",
-        True,
-    ),
-    "out of range": (
-        lambda rank, params, saved: saved["param_groups"][0].update(momentum=(0.9, 1.5)[rank]),
-        "momentum = 1.5 is not",
-        True,
-    ),
-    "no momentum": (
-        lambda rank, params, saved: rank == 0 or saved["state"][0].pop("momentum_buffer"),
-        NO_MOMENTUM,
-        True,
-    ),
+    "another rate": (in_group(lambda rank, group: group.update(lr=0.5)), "", True),
+    "fewer iterations": (in_group(lambda rank, group: group.update(ns_steps=3)), "", False),
+    "of torch": (in_group(lambda rank, group: group.pop("ns_coefficients")), "groups have no ns_coefficients", True),
+    "out of range": (in_group(lambda rank, group: group.update(momentum=0.9 + 0.6 * rank)), "momentum = 1.5 is", True),
+    "no momentum": (lambda rank, params, saved: rank and saved["state"][0].pop("momentum_buffer"), NO_MOMENTUM, True),
     "frozen": (freeze, "is frozen, and the state dict has its states on rank 0 and not on rank 1; load one", False),
 }
 """Changes of a state dict: the error, and whether the plan stays."""

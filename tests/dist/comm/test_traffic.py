@@ -47,11 +47,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Case:
-    """A row: parameters in a world.
-
-    `exchanges`: the exchange of every bucket, if it does not follow from the option. `rank`: the only rank, in a fake
-    world.
-    """
+    """A row. `exchanges`: of every bucket, if not by the option. `rank`: the only rank, in a fake world."""
 
     world: int
     stacks: tuple[Stack, ...]
@@ -299,11 +295,6 @@ def settle() -> None:
     time.sleep(0.5)
 
 
-def step_and_settle(optimizer: Muon) -> None:
-    optimizer.step()
-    settle()
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("number", [8, 32])
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -315,7 +306,7 @@ def test_memory_is_planned_and_none_is_kept(rank: int, exchange: str, number: in
     # Parameters and gradients are made by the construction too.
     assert kept - 3 * number * prod(MATRIX) // 4 * FP32 < SMALL
     optimizer.step()
-    _, new, left = allocated(partial(step_and_settle, optimizer))
+    _, new, left = allocated(lambda: (optimizer.step(), settle()))
     cost = summarize(optimizer.plan).ranks[rank]
     new -= cost.buffer_bytes + prod(MATRIX) * BF16
     assert new > -SMALL, "buffers and workspace take memory in the step"

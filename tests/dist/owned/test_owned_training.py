@@ -212,24 +212,21 @@ def test_an_interruption_leaves_the_training_unchanged(rank: int, reshard: bool 
         assert disturbed(rank, 2, reshard, event) == undisturbed, event
 
 
+def placed(world_size: int, setup: Setup = PLAIN) -> tuple[Net, Owners]:
+    model = make()
+    return model, place(model, setup, data_mesh(world_size, setup, model))
+
+
 @on_ranks(1)
 def test_a_change_of_unsharded_weights_is_an_error_on_the_owner(rank: int) -> None:
     """Between forward and backward."""
-    model = make()
-    setup = Setup("owned", reshard=False)
-    place(model, setup, data_mesh(1, setup, model))
+    model, _ = placed(1, KEPT)
     owned_param = model.layers[0].wq.weight
     loss_of(model, rank, 1, 0)
     with torch.no_grad():
         owned_param.mul_(2.0)
         with pytest.raises(RuntimeError, match="owned parameters were changed"):
             model.layers[0](torch.ones(1, 2, 32))
-
-
-def placed(world_size: int) -> tuple[Net, Owners]:
-    model = make()
-    owners = place(model, PLAIN, data_mesh(world_size, PLAIN, model))
-    return model, owners
 
 
 @on_ranks(2)

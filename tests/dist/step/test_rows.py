@@ -80,7 +80,6 @@ def test_a_placement_of_another_package_is_refused_by_name_and_read_where_rows_a
 STORED: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("ranges, hfsdp", {}, 1),
     ("ranges, hsdp", {"state": "owner"}, 2),
-    ("hsdp", {"state": "owner"}, 2),
 )
 """A layout, options of Muon, and how often all ranks together store an average of AdamW."""
 
