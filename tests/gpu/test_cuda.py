@@ -79,14 +79,8 @@ on_every_device = pytest.mark.parametrize("target", [pytest.param(CPU, id=CPU.na
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES = [(1, 256, 256), (3, 128, 512), (2, 512, 128), (1, 33, 70)]
-METHODS = [
-    Method("standard", "bfloat16"),
-    Method("standard", "float16"),
-    Method("standard", "float32"),
-    Method("gram", "float16", (2,)),
-    Method("gram", "float32", (2,)),
-    Method("reference", "bfloat16"),
-]
+METHODS = [Method("standard", dtype) for dtype in ("bfloat16", "float16", "float32")]
+METHODS += [Method("gram", "float16", (2,)), Method("gram", "float32", (2,)), Method("reference", "bfloat16")]
 TOLERANCES = {"bfloat16": 0.15, "float16": 0.02, "float32": 2e-4}
 
 

@@ -64,8 +64,7 @@ def run(case: str, folder: Path, out: Path, *flags: str) -> dict[str, Any]:
     grouped = name in ("ddp", "fsdp2") or case == "peft-ddp"
     words = ["tests.integrations.run_example", name, str(folder), str(out), f"--options={json.dumps(options)}", *flags]
     output_of(*words, *(["--group"] if grouped else []), ranks=ranks if ranks > 1 or grouped else 0, **variables)
-    written: dict[str, Any] = torch.load(out)
-    return written
+    return torch.load(out)
 
 
 @needs("accelerate", "lightning", "peft", "timm", "transformers", "trl")

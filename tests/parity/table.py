@@ -327,8 +327,8 @@ def algorithms() -> list[Row]:
         "offloaded": {"offload": "state"},
         "several buckets": SEVERAL,
     }
-    eight = {"shapes": FEW, "math": {"state_dtype": "int8"}, "reference": "twin"}
-    checked = {1: "check"}
+    int8 = {"state_dtype": "int8"}
+    eight = {"shapes": FEW, "math": int8, "reference": "twin"}
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}
     return [
         *(row(name, math=math) for name, math in torchs.items()),
@@ -389,9 +389,7 @@ def algorithms() -> list[Row]:
         row("bfloat16 weights, forward", options=FORWARD, reference="twin", **BFLOAT16, **IN_MODULES),
         row("bfloat16 momentum", math={"state_dtype": "bfloat16"}, **ALONE),
         row("bfloat16 momentum and weights", 4, TWO[:3], math={"state_dtype": "bfloat16"}, **BFLOAT16, **ALONE),
-        row(
-            "int8 momentum", layouts=OWNED_LINES, shapes=FEW, options=eight["math"], close=0.2, between=checked, **ALONE
-        ),
+        row("int8 momentum", layouts=OWNED_LINES, shapes=FEW, options=int8, close=0.2, between={1: "check"}, **ALONE),
         row("int8 momentum, several buckets", layouts=LINES, options=SEVERAL, **eight),
         row("int8 momentum, forward", layouts=MODULES[:3], sharded=True, options=FORWARD, **eight),
         row("int8 momentum, reloaded", layouts=LINES, between={0: "reload", 1: "new_optimizer"}, **eight),

@@ -38,23 +38,14 @@ def run(command: str, extra: list[str], folder: Path) -> str:
 @pytest.fixture
 def short(tmp_path: Path) -> list[str]:
     """Overrides for a run of two small steps, with data in a temporary folder."""
-    folder = tmp_path
     for index in range(20):
-        (folder / f"{index}.txt").write_text(f"document {index} " * 200)
-    keys = {
-        "training.steps": "2",
-        "training.seq_len": "64",
-        "training.local_batch_size": "1",
-        "training.global_batch_size": "-1",
-        "lr_scheduler.warmup_steps": "1",
-        "validator.steps": "1",
-        "metrics.log_freq": "1",
-        "data.source": "files",
-        "data.files": str(folder / "*.txt"),
-        "data.validation_fraction": "0.3",
-        "data.cache": str(folder / "cache"),
-    }
-    return [word for key, value in keys.items() for word in (f"--{key}", value)]
+        (tmp_path / f"{index}.txt").write_text(f"document {index} " * 200)
+    words = (
+        "--training.steps 2 --training.seq_len 64 --training.local_batch_size 1 --training.global_batch_size -1 "
+        "--lr_scheduler.warmup_steps 1 --validator.steps 1 --metrics.log_freq 1 --data.source files "
+        f"--data.files {tmp_path}/*.txt --data.validation_fraction 0.3 --data.cache {tmp_path}/cache"
+    )
+    return words.split()
 
 
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if re.fullmatch(r"make [a-z]+", c)}))

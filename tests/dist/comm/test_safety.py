@@ -49,11 +49,7 @@ REFUSED: dict[str, tuple[Callable[[int, Params], Any], dict[str, Any], str]] = {
     "partial": (lambda rank, params: part(rank, Partial()), {}, "a parameter placed as P"),
     # Refused by one rank.
     "strided": (lambda rank, params: part(rank, Shard(0), rank == 1), {}, f"{FIRST}: its storage is not contiguous"),
-    "rank 1 frozen": (
-        lambda rank, params: frozen(params, *params) if rank else params,
-        {},
-        "no parameter to train on ranks [1]",
-    ),
+    "rank 1 frozen": (lambda rank, params: frozen(params, *[*params][: 3 * rank]), {}, "to train on ranks [1]"),
     # Different on ranks.
     "order": (lambda rank, params: [*params.items()][:: 1 - 2 * rank], {}, PARAMETERS),
     "shape": (lambda rank, params: {FIRST: nn.Parameter(placed(torch.ones(16, 24 + 8 * rank)))}, {}, PARAMETERS),

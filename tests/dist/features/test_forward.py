@@ -116,8 +116,7 @@ class Run:
 
     def loss(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        output: Tensor = self.net(torch.randn(4, DIM, generator=generator))
-        return output.square().mean()
+        return self.net(torch.randn(4, DIM, generator=generator)).square().mean()
 
     def step(self, step: int) -> None:
         for _ in range(2):
