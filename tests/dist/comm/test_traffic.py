@@ -269,6 +269,26 @@ def test_calls_bytes_flops_and_matrices_equal_the_plan(name: str, exchange: str)
         assert sum(cost.bytes_sent for cost in costs) * size == 2 * (size - 1) * elements * BF16
 
 
+@pytest.mark.parametrize("name", ["fsdp, 1,024 ranks", "experts, 1,024 ranks"])
+def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name: str) -> None:
+    """As engines of accelerators do at construction."""
+    made = CASES[name]
+    with fake_world(made.world, made.rank):
+        optimizer = build(made)
+        with FakeTransport() as step:
+            optimizer.step()
+        before = optimizer.exchange.traffic.calls
+        optimizer.engine.rank.buffers.memory.take()
+        with FakeTransport() as warm_up:
+            optimizer.exchange.warm_up(optimizer.plan)
+    calls = [[call for call in counter.calls if call.name != "allreduce"] for counter in (step, warm_up)]
+    largest = [{c.ranks: max(o.payload for o in some if o.ranks == c.ranks) for c in some} for some in calls]
+    assert largest[0] == largest[1]
+    # A gather and a return of each group, for any number of matrices.
+    assert len(warm_up.calls) == 2 * len(largest[1]) < len(step.calls)
+    assert optimizer.exchange.traffic.calls == before
+
+
 def test_a_step_makes_fewer_views_than_matrices() -> None:
     """No views of contiguous gradients, and a few views of buffers for each collective."""
     made = CASES["fsdp, 128 ranks, first"]

@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.dist.harness import on_ranks
 from tests.shared import equal, message, whole
-from tests.unit.test_hybrid import OPTIONS, Decoder, pair
+from tests.unit.test_hybrid import MOMENTS, OPTIONS, SAME, Decoder, pair, problems_of, run_of, torch_adam
 from tests.unit.test_hybrid import train as train_unclipped
-from tests.unit.test_hybrid_state import MOMENTS, SAME, problems_of, run_of, torch_adam
 from titan_muon import Expert, Hybrid, clip_grad_norm_
 
 train = partial(train_unclipped, max_norm=1.0)
