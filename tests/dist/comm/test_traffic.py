@@ -286,7 +286,7 @@ def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name
     assert largest[0] == largest[1]
     # A gather and a return of each group, for any number of matrices.
     assert len(warm_up.calls) == 2 * len(largest[1]) < len(step.calls)
-    assert optimizer.exchange.traffic.calls == before
+    assert optimizer.exchange.traffic.calls in (0, before)
 
 
 def test_a_step_makes_fewer_views_than_matrices() -> None:
