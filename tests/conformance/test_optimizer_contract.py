@@ -23,8 +23,6 @@ from tests.unit.test_hybrid import Decoder
 from titan_muon import Hybrid, Muon
 
 INFO = next(info for info in optim_db if info.optim_cls is torch.optim.Muon)
-CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 DIFFERENCES: dict[str, str] = {
     "only support 2D parameters": "stacks of matrices (3D) are taken too",
@@ -60,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {"muon": muon, "hybrid": hybrid_of}
 
 
 def inputs() -> list[Any]:
-    return [pytest.param(case.kwargs, id=case.desc) for case in INFO.optim_inputs_func(device=CPU)]
+    return [pytest.param(case.kwargs, id=case.desc) for case in INFO.optim_inputs_func(device=torch.device("cpu"))]
 
 
 def weights(dtype: torch.dtype = torch.float32, count: int = 2) -> list[nn.Parameter]:
@@ -87,7 +85,7 @@ every_input = pytest.mark.parametrize("keywords", inputs())
 
 @both
 @every_input
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_steps_equal_torchs_muon(make: Callable[..., Any], keywords: dict[str, Any], dtype: torch.dtype) -> None:
     params, others = weights(dtype), weights(dtype)
     theirs = torch.optim.Muon(params, **keywords)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,9 @@ OTHER_GROUP: Options = {"lr": 0.01, "momentum": 0.8, "nesterov": False, "weight_
 """Hyperparameters of a second group."""
 
 
-class Reference(Protocol):
-    """Trains whole parameters. `left_out`: matrices without an update, by name of the parameter and number."""
-
-    def step(self, number: int, grads: Mapping[str, Tensor], left_out: set[tuple[str, int]]) -> None: ...
-
-    def weight(self, name: str) -> Tensor: ...
-
-    def states(self, name: str) -> dict[str, Tensor]: ...
+Reference = Any
+"""Trains whole parameters: `step(number, grads, left_out)`, `weight(name)` and `states(name)`. `left_out`: matrices
+without an update, by name of the parameter and number."""
 
 
 def in_groups(names: list[str], other: Options) -> Iterator[tuple[list[str], Options]]:

@@ -26,8 +26,6 @@ SMALL = ["qwen_moe_muon", "qwen_moe_adamw", "qwen_moe_shard0", "llama_muon", "de
 WORLDS = [1, 2, 4, 8]
 # Their plans take seconds, so they are planned for the last world alone.
 LARGE = ["deepseek_v3_muon", "deepseek_v4_style_muon", "kimi_k2_muon"]
-
-
 OWNED = "--placement.muon owned"
 
 

@@ -279,10 +279,10 @@ def test_a_model_may_be_built_on_the_meta_device(rank: int) -> None:
     assert equal(full_state_dict(model).values(), source.state_dict().values())
 
 
-class Tied(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].wq.weight = self.layers[0].wv.weight
+def tied() -> Net:
+    net = Net()
+    net.layers[2].wq.weight = net.layers[0].wv.weight
+    return net
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], str]]:
@@ -302,12 +302,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], str]]:
 
         return call
 
-    def both() -> object:
-        block = Block()
-        return own(block, mesh=mesh, owners=Owners(block, mesh=mesh))
-
     return {
-        "tied": (lambda: Owners(Tied(), mesh=mesh), r"layers\.0\.wv.* are one tied parameter.*fully_shard"),
+        "tied": (lambda: Owners(tied(), mesh=mesh), r"layers\.0\.wv.* are one tied parameter.*fully_shard"),
         "vector": (lambda: own(other_block, mesh=mesh, params=[other_block.norm1.weight]), "is not a matrix; leave"),
         "stranger": (lambda: own(Block(), mesh=mesh, params=[other_block.wq.weight]), r"the model does not have, of"),
         "nothing": (lambda: own(nn.LayerNorm(4), mesh=mesh), "nothing to own"),
@@ -326,7 +322,10 @@ def refusals(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], object], str]]:
             r"wq\.weight: has grad_dtype None, which own\(\) cannot keep",
         ),
         "neither": (lambda: own(Block()), "own needs a mesh, or the owners"),
-        "both": (both, "own takes mesh, params and rules, or owners"),
+        "both": (
+            lambda: (block := Block()) and own(block, mesh=mesh, owners=Owners(block, mesh=mesh)),
+            "own takes mesh, params and rules, or owners",
+        ),
         "elsewhere": (lambda: own(Block(), owners=Owners(Block(), mesh=mesh)), "Block: has no parameter with an owner"),
     }
 
