@@ -281,7 +281,7 @@ MARKDOWN = sorted(DOCS.glob("*.md"))
 OTHER_PROGRAMS = {"cp", "grep", "lm_eval", "mkdir", "pip", "podman", "source", "tee", "tensorboard", "export"}
 """Not this project's. `make lm-eval` runs `lm_eval`; the container needs a GPU."""
 ELSEWHERE = ("titan-muon audit", "titan_muon.audit", "titan-muon plan", "torchtitan.train", "$PYTHONPATH/launch.py")
-"""Run by tests/audit, tests/recipes/test_preview.py and tests/dist/titan/test_examples.py."""
+"""Run by tests/audit, tests/recipes/test_published_models.py and tests/dist/titan/test_examples.py."""
 
 
 def commands(page: Path) -> list[str]:
