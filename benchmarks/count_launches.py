@@ -121,7 +121,7 @@ def parameters_on(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> Itera
 @contextmanager
 def given(plan: Plan) -> Iterator[None]:
     """Muon uses this plan instead of its own search."""
-    with mock.patch("titan_muon.planner.planner.Search.__call__", return_value=plan):
+    with mock.patch("titan_muon.planner.planner.plan_by_search", return_value=plan):
         yield
 
 

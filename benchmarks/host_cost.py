@@ -133,7 +133,7 @@ def optimizers(case: Case, fused: bool) -> Iterator[tuple[Muon, torch.optim.Opti
         params = narrow_parameters(plan, meta.parameters, rank)
         with (
             mock.patch.object(dist, "all_to_all_single", all_to_all),
-            mock.patch("titan_muon.planner.planner.Search.__call__", return_value=plan),
+            mock.patch("titan_muon.planner.planner.plan_by_search", return_value=plan),
             mock.patch("titan_muon.engine.step.views.prepared", return_value=lambda stack, **_: stack),
             mock.patch("titan_muon.kernels.batches.iteration_calls", return_value=()),
             mock.patch("titan_muon.kernels.fused.usable", return_value=True),

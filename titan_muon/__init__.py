@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .owned import own as own
     from .plugins.clip import clip_grad_norm_ as clip_grad_norm_
     from .plugins.forward_hooks import apply_in_forward as apply_in_forward
-    from .plugins.huggingface_attention import transformers_qk_clip as transformers_qk_clip
-    from .plugins.huggingface_trainer import trainer_optimizer as trainer_optimizer
+    from .plugins.huggingface import trainer_optimizer as trainer_optimizer
+    from .plugins.huggingface import transformers_qk_clip as transformers_qk_clip
     from .plugins.megatron_fsdp import follow_megatron_fsdp as follow_megatron_fsdp
     from .plugins.migrate import as_torch as as_torch
     from .plugins.migrate import converted as converted
@@ -47,8 +47,8 @@ _MODULES: Mapping[str, str] = {
     "own": "owned",
     "parameter_groups": "assignment.groups",
     "preview": "forecast.preview",
-    "trainer_optimizer": "plugins.huggingface_trainer",
-    "transformers_qk_clip": "plugins.huggingface_attention",
+    "trainer_optimizer": "plugins.huggingface",
+    "transformers_qk_clip": "plugins.huggingface",
 }
 
 __all__ = [*_MODULES]

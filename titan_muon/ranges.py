@@ -37,11 +37,6 @@ def at_least(low: float, but: int | None = None) -> Constraint:
     return Constraint(f"{also}{low} or more", lambda value: low <= value < math.inf or value == but)
 
 
-def from_to(low: float, high: float) -> Constraint:
-    """The closed interval."""
-    return Constraint(f"a number from {low} to {high}", lambda value: low <= value <= high)
-
-
 def below(low: float, high: float) -> Constraint:
     """The half-open interval."""
     return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
@@ -61,6 +56,7 @@ COUNT = at_least(1)
 NOT_NEGATIVE = at_least(0)
 POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
 FRACTION = below(0, 1)
+SHARE = Constraint("a number from 0 to 1", lambda value: 0 <= value <= 1)
 SWITCH = Constraint('a boolean or "auto"', (True, False, "auto").__contains__)
 TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
 

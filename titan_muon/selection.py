@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from . import registry
 from .engine.engine import Selection
-from .engine.orthogonalize import Methods
 from .engine.planning import Planner, plan_by_rule
 from .engine.step.algorithm import Algorithm, Group
 from .engine.step.feature import Feature
@@ -71,23 +70,18 @@ FEATURES: Sequence[Entry] = (
 """Every feature, in the order in which the engine calls them. To delete one, delete its file and its line."""
 
 
-def _imported(file: str, name: str) -> Any:
-    return getattr(import_module(file, __package__), name)
+def _imported(file: str, name: str, *arguments: Any) -> Any:
+    """An instance of a class. Imports the file at the first use."""
+    return getattr(import_module(file, __package__), name)(*arguments)
 
 
 def features_of(options: MuonOptions, algorithm: Algorithm) -> tuple[Feature, ...]:
     """The features that are on. Imports their files and no others."""
-    return tuple(_imported(entry.file, entry.name)() for entry in FEATURES if entry.is_on(options, algorithm))
+    return tuple(_imported(entry.file, entry.name) for entry in FEATURES if entry.is_on(options, algorithm))
 
 
-def _made(name: str, options: MuonOptions) -> Algorithm:
-    """Imports the algorithm's file at the first use."""
-    algorithm: Algorithm = _imported(*ALGORITHMS[name])(options)
-    return algorithm
-
-
-for _name in ALGORITHMS:
-    registry.algorithms.register(_name, partial(_made, _name))
+for _name, _place in ALGORITHMS.items():
+    registry.algorithms.register(_name, partial(_imported, *_place))
 
 
 # Imports are local, so that `from titan_muon import Muon` and a step by the rule import no code of the search.
@@ -111,25 +105,21 @@ def select(
         options = replace(options, keep_buffers=True)
         kept = "a step is one CUDA graph, not measured on a GPU, and its buffers and workspace stay between steps"
         note = "; ".join(filter(None, (note, kept)))
-    dispatch, planner = _dispatch_and_planner(options, device)
-    return Selection(options, algorithm, dispatch, planner, features_of, note)
-
-
-def _dispatch_and_planner(options: MuonOptions, device: torch.device) -> tuple[Methods, Planner]:
     from .kernels.dispatch import Dispatch
 
     dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type)
+    planner: Planner = plan_by_rule
     if device.type == "cuda" or options.ns_kernel not in ("auto", "plain"):
         from .kernels.measured import kernels_for
 
         dispatch = replace(dispatch, kernels=kernels_for(options.ns_kernel, device))
-    if options.planner == "rule":
-        return dispatch, plan_by_rule
-    from .planner.machine import planning_machine
-    from .planner.planner import Search
+    if options.planner != "rule":
+        from .planner.machine import planning_machine
+        from .planner.planner import plan_by_search
 
-    machine = planning_machine(options.machine, device.type)
-    return replace(dispatch, gpu=machine.methods), Search(machine)
+        machine = planning_machine(options.machine, device.type)
+        dispatch, planner = replace(dispatch, gpu=machine.methods), partial(plan_by_search, machine=machine)
+    return Selection(options, algorithm, dispatch, planner, features_of, note)
 
 
 def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorithm:
@@ -142,7 +132,15 @@ def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorith
             unknown = registry.UnknownName(name, name, registry.algorithms.names())
             raise OptionError(f"algorithm_options.{name}", f"belongs to no algorithm; {unknown.choices}")
     choices = _choices(options, groups) or [options.algorithm]
-    made = {choice: _made_alone(replace(options, algorithm=choice)) for choice in dict.fromkeys(choices)}
+    made = {}
+    for choice in dict.fromkeys(choices):
+        alone = replace(options, algorithm=choice)
+        algorithms = [_named(name, alone) for name in alone.algorithms]
+        made[choice] = algorithms[0]
+        if len(algorithms) > 1:
+            from .algorithms.several import Composed
+
+            made[choice] = Composed(alone, algorithms)
     if len(made) == 1:
         return made[choices[0]]
     from .algorithms.several import ByParameter
@@ -193,15 +191,6 @@ def check_used(options: MuonOptions, algorithms: Collection[str]) -> None:
             raise OptionError(name, f"= {value} has no effect without {needed}; set both, or neither")
 
 
-def _made_alone(options: MuonOptions) -> Algorithm:
-    algorithms = [_named(name, options) for name in options.algorithms]
-    if len(algorithms) == 1:
-        return algorithms[0]
-    from .algorithms.several import Composed
-
-    return Composed(options, algorithms)
-
-
 def _named(name: str, options: MuonOptions) -> Algorithm:
     try:
         make = registry.algorithms.get(name)
@@ -219,7 +208,6 @@ def _own_options(table: type | None, algorithm: str, given: Mapping[str, Any]) -
     """An instance of `table`, or None. Raises OptionError for an unknown key, a wrong type and a value out of range."""
     place = f"algorithm_options.{algorithm}"
     kinds = {} if table is None else get_type_hints(table)
-    values = dict(given)
     for key, value in given.items():
         if key not in kinds:
             takes = f"takes {', '.join(kinds)}" if kinds else "has no options of its own"
@@ -227,9 +215,9 @@ def _own_options(table: type | None, algorithm: str, given: Mapping[str, Any]) -
         kind = kinds[key]
         if kind in TYPES and type(value) is not kind and not (kind is float and type(value) is int):
             raise OptionError(f"{place}.{key}", f"= {value!r} is not accepted; it takes {TYPES[kind]}")
-        values[key] = float(value) if kind is float else value
     if table is None:
         return None
+    values = {key: float(value) if kinds[key] is float else value for key, value in given.items()}
     check(table, values, f"{place}.")
     try:
         return table(**values)
@@ -355,26 +343,23 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
 
 def check_places(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError for a trained parameter of which this rank's part has an unknown place."""
-    for fqn, parameter in named:
-        if parameter.requires_grad and (problem := _problem(parameter)):
-            raise ValueError(f"{fqn}: {problem}")
-
-
-def _problem(parameter: Tensor) -> str:
-    if not isinstance(parameter, DTensor) and all(hasattr(parameter, name) for name in FLEX_SHARD):
-        return (
-            "a bucket of FlexShard stores a part of this parameter as a plain tensor, which would be taken for a whole "
-            "matrix; shard the model by fully_shard, with titan_muon.own for whole matrices on single ranks"
-        )
-    if not isinstance(parameter, DTensor) or hasattr(local(parameter), CHUNKS):
-        return ""
-    # The mesh has the order of axes even where the parameter was copied.
-    if any(hasattr(parameter, mark) for mark in MARKS) or hasattr(parameter.device_mesh, "_shard_order"):
-        return (
-            "Megatron-FSDP sharded this parameter, and its placements do not tell which rows are on which rank; call "
-            "titan_muon.follow_megatron_fsdp(optimizer, model) before the first step, in place of fully_shard_optimizer"
-        )
-    return ""
+    for fqn, parameter in ((fqn, parameter) for fqn, parameter in named if parameter.requires_grad):
+        if not isinstance(parameter, DTensor):
+            if all(hasattr(parameter, name) for name in FLEX_SHARD):
+                raise ValueError(
+                    f"{fqn}: a bucket of FlexShard stores a part of this parameter as a plain tensor, which would be "
+                    "taken for a whole matrix; shard the model by fully_shard, with titan_muon.own for whole matrices "
+                    "on single ranks"
+                )
+            continue
+        # The mesh has the order of axes even where the parameter was copied.
+        is_megatrons = any(hasattr(parameter, mark) for mark in MARKS) or hasattr(parameter.device_mesh, "_shard_order")
+        if is_megatrons and not hasattr(local(parameter), CHUNKS):
+            raise ValueError(
+                f"{fqn}: Megatron-FSDP sharded this parameter, and its placements do not tell which rows are on which "
+                "rank; call titan_muon.follow_megatron_fsdp(optimizer, model) before the first step, in place of "
+                "fully_shard_optimizer"
+            )
 
 
 def doubts_of(group: Mapping[str, Any], splits: Sequence[Split]) -> Iterator[str]:
@@ -400,8 +385,8 @@ def doubts_about(
     sizes = {fqn: f" ({'x'.join(map(str, shape))})" for fqn, shape in shapes.items()}
     if thin := [f for f in shapes if min(map(min, matrix_shapes(shapes[f], stacks[f]))) < THINNEST]:
         yield f"{families(thin, sizes)}: a side under {THINNEST}, so that Muon does little for it"
-    unnamed = [f for f in shapes if len(shapes[f]) == 3 and split_of(f, splits) is None and f not in experts]
-    if unnamed := [fqn for fqn in unnamed if "expert" not in fqn.lower()]:
+    stacked = [f for f in shapes if len(shapes[f]) == 3 and f not in experts and "expert" not in f.lower()]
+    if unnamed := [fqn for fqn in stacked if split_of(fqn, splits) is None]:
         yield (
             f"{families(unnamed)}: taken as a stack of matrices, one for each index of dim 0; for one matrix, as of a "
             "convolution, write muon.split with dims = 'f b1 d -> | f (b1 d)', and for a stack 'b1 f d -> b1 | f d'"

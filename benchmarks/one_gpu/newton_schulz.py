@@ -26,7 +26,7 @@ from titan_muon.engine.orthogonalize import Method, orthogonalize
 from titan_muon.kernels.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, Dispatch, Kernel, restarts
 from titan_muon.kernels.measured import installed
 from titan_muon.options import Machine
-from titan_muon.planner.machine import LAUNCHES, MachineRates, machine_of
+from titan_muon.planner.machine import LAUNCHES, MachineRates, planning_machine
 
 Shape = tuple[int, int, int]
 SHAPES: Mapping[str, Mapping[str, Sequence[Shape]]] = {
@@ -78,7 +78,7 @@ def modelled(method: Method, shape: Shape, rates: MachineRates) -> float:
 def compared(device: torch.device, rate: float, kernels: Sequence[Kernel]) -> Iterator[dict[str, Any]]:
     """A row for each shape and method, and for torch.optim.Muon's loop over the matrices."""
     dispatch = Dispatch("auto", "auto", device.type, tuple(kernels))
-    rates = machine_of(Machine(), device.type)
+    rates = planning_machine(Machine(), device.type)
     for model, shapes in SHAPES[device.type].items():
         for shape in shapes:
             count, rows, cols = shape

@@ -32,14 +32,14 @@ from titan_muon.engine.layout.types import (
     Shard,
     StridedShard,
 )
-from titan_muon.engine.layout.work import Elements, Work, standard_elements, standard_flops
+from titan_muon.engine.layout.work import Elements, Work, WorkOf, standard_elements, standard_flops
 from titan_muon.engine.planning import PlanRequest, plan_by_rule
 from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.engine.program.two_hops import owning_ranks
 from titan_muon.engine.tensors.matrices import stack_of
 from titan_muon.options import MuonOptions, Overlap, Split
-from titan_muon.planner.machine import MachineRates
-from titan_muon.planner.planner import make_plan
+from titan_muon.planner.machine import MachineRates, planning_machine
+from titan_muon.planner.planner import plan_by_search
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))
 """Times the usual number of examples and seeds: `make test-long`."""
@@ -225,7 +225,15 @@ def mixed_work(parameter: int, rows: int, cols: int) -> Work:
 
 
 def plan_of(parameters: Sequence[Parameter], machine: MachineRates | None = None, **options: object) -> Plan:
-    return make_plan(parameters, work, MuonOptions(**options), machine)
+    return searched(parameters, work, MuonOptions(**options), machine)
+
+
+def searched(
+    parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: MachineRates | None = None
+) -> Plan:
+    """The plan by the search, by default on a GPU machine."""
+    request = PlanRequest(parameters, work_of, options, Elements())
+    return plan_by_search(request, planning_machine(options.machine) if machine is None else machine)
 
 
 @st.composite
@@ -267,7 +275,7 @@ def either_plan(parameters: Sequence[Parameter], machine: MachineRates | None, o
     """The plan by the planner of the options."""
     if options.planner == "rule":
         return plan_by_rule(PlanRequest(parameters, mixed_work, options, Elements()))
-    return make_plan(parameters, mixed_work, options, machine)
+    return searched(parameters, mixed_work, options, machine)
 
 
 def hierarchical(plan: Plan) -> Plan:

@@ -47,7 +47,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every imported module, or name of a module, in full: titan_muon.planner.make_plan."""
+    """Every imported module, or name of a module, in full: titan_muon.planner.plan_by_search."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):

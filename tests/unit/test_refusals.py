@@ -46,7 +46,7 @@ from titan_muon.kernels.dispatch import Dispatch
 from titan_muon.kernels.measured import kernels_for
 from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.owned.param import place_on_owners
-from titan_muon.planner.machine import machine_of
+from titan_muon.planner.machine import planning_machine
 from titan_muon.plugins.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, query_rows
 from titan_muon.ranges import FRACTION
 
@@ -466,9 +466,9 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: muon(offload="parameters").reload(), "reload: the parameters are on the host"),
     (lambda: clip_grad_norm_([weight()], 1.0, 0), "norm_type = 0"),
     (lambda: cycling(lambda made: lr_scheduler.OneCycleLR(made, 0.02, total_steps=9)), CYCLE),
-    (lambda: machine_of(Machine(file="x.json"), "cuda", "[]"), "machine.file = 'x.json' is not a machine"),
-    (lambda: machine_of(Machine(file="x.json"), "cuda", '{"machine": {"flops": {}}}'), "...is not a machine"),
-    (lambda: machine_of(Machine(file="x.json"), "cuda", '{"source": "rehearsed", "flops": {}}'),
+    (lambda: planning_machine(Machine(file="x.json"), "cuda", "[]"), "machine.file = 'x.json' is not a machine"),
+    (lambda: planning_machine(Machine(file="x.json"), "cuda", '{"machine": {"flops": {}}}'), "...is not a machine"),
+    (lambda: planning_machine(Machine(file="x.json"), "cuda", '{"source": "rehearsed", "flops": {}}'),
      "machine.file = 'x.json' ...it was rehearsed without a GPU"),
     # QK-clip and heads
     (lambda: QKClip([], threshold=0.0), "threshold = 0.0 must be more than 0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,26 +110,22 @@ def head_splits(model: nn.Module) -> tuple[Split, ...]:
 
     Raises ValueError for a model without known attention.
     """
-    splits = tuple(_splits(model))
+    splits: list[Split] = []
+    for name, attention in model.named_modules():
+        size: Any = getattr(attention, "head_dim", None)
+        for projection in PROJECTIONS if isinstance(size, int) else ():
+            linear = getattr(attention, projection, None)
+            # GPT-2 stores (in, out).
+            turned = linear is not None and "Conv1D" in class_names(linear)
+            weight = getattr(linear, "weight", None)
+            if weight is not None and weight.shape[1 if turned else 0] % size == 0:
+                dims = "d (n h) -> n | h d" if turned else "(n h) d -> n | h d"
+                fqn = canonical_fqn(f"{name}.{projection}.weight")
+                splits.append(Split(match=fqn, dims=dims, lengths={"h": size}))
     if not splits:
         raise ValueError(
             "head_splits: the model has no attention with head_dim and one of the projections "
             f"{', '.join(PROJECTIONS)}; describe its heads as "
             "Split(match='*.wq.weight', dims='(n h) d -> n | h d', lengths={'h': head_dim})"
         )
-    return splits
-
-
-def _splits(model: nn.Module) -> Iterator[Split]:
-    for name, attention in model.named_modules():
-        size: Any = getattr(attention, "head_dim", None)
-        for projection in PROJECTIONS if isinstance(size, int) else ():
-            linear = getattr(attention, projection, None)
-            weight = getattr(linear, "weight", None)
-            if linear is None or weight is None:
-                continue
-            # GPT-2 stores (in, out).
-            turned = "Conv1D" in class_names(linear)
-            if weight.shape[1 if turned else 0] % size == 0:
-                dims = "d (n h) -> n | h d" if turned else "(n h) d -> n | h d"
-                yield Split(match=canonical_fqn(f"{name}.{projection}.weight"), dims=dims, lengths={"h": size})
+    return tuple(splits)

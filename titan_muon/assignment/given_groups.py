@@ -53,9 +53,7 @@ def optimizers_of_groups(
 ) -> OptimizerSet:
     """The optimizers of groups marked by Keller Jordan's `use_muon` or dion's `algorithm`.
 
-    Args:
-        defaults: of keys that a group lacks, in the spelling of the groups.
-        tables: options of whole optimizers, by name.
+    `defaults`: of keys that a group lacks, in the spelling of the groups. `tables`: options of whole optimizers.
 
     Raises:
         OptionError: for a group without a mark, an algorithm other than Muon and AdamW, and an unknown key.
@@ -68,19 +66,26 @@ def optimizers_of_groups(
             "groups:", "mark those of Muon by use_muon = True, as Keller Jordan's, or by algorithm, as dion's"
         )
     parameters, (mark,) = named_parameters_of(modules), marks
-    names = {parameter: name for name, parameter in parameters.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     made: dict[str, list[ParamGroup]] = {}
     assigned: dict[str, Assignment] = {}
     for index, group in enumerate(given):
-        optimizer = _optimizer(group, mark, index)
-        options = _options({**DEFAULTS[mark, optimizer], **defaults, **group}, optimizer, index)
-        fqns = [_name(parameter, names, index) for parameter in _tensors(group["params"])]
-        made.setdefault(optimizer, []).append(ParamGroup(optimizer, None, f"{optimizer}/{index}", tuple(fqns), options))
-        for fqn in fqns:
-            if fqn in assigned:
-                raise ValueError(f"groups[{index}]: {fqn} is in {assigned[fqn].reason} too; give every parameter once")
-            shape = tuple(parameters[fqn].shape)
-            assigned[fqn] = Assignment(fqn, shape, optimizer, f"groups[{index}]", None)
+        place, params = f"groups[{index}]", group["params"]
+        optimizer = _optimizer(group, mark, place)
+        options = _options({**DEFAULTS[mark, optimizer], **defaults, **group}, optimizer, place)
+        fqns = []
+        for item in [params] if isinstance(params, Tensor) else params:
+            parameter = item if isinstance(item, Tensor) else item[1]
+            if (fqn := names.get(parameter, "")) in assigned:
+                raise ValueError(f"{place}: {fqn} is in {assigned[fqn].reason} too; give every parameter once")
+            if not fqn:
+                raise ValueError(
+                    f"{place}: a tensor of shape {tuple(parameter.shape)} is not the model's; make the groups from the "
+                    "parameters of this model, after fully_shard"
+                )
+            assigned[fqn] = Assignment(fqn, tuple(parameter.shape), optimizer, place, None)
+            fqns.append(fqn)
+        made.setdefault(optimizer, []).append(ParamGroup(None, f"{optimizer}/{index}", tuple(fqns), options))
     for name, table in tables.items():
         # The other options would be left out without a word.
         for key in (key for key in table if key not in registry.optimizers.get(name).shared):
@@ -94,28 +99,27 @@ def optimizers_of_groups(
     return OptimizerSet(whole, whole, made, optimizers, tuple(parameters), tuple(sorted(frozen)))
 
 
-def _optimizer(group: Mapping[str, Any], mark: str, index: int) -> str:
+def _optimizer(group: Mapping[str, Any], mark: str, place: str) -> str:
     if mark == "use_muon":
         if mark not in group:
-            raise OptionError(f"groups[{index}]:", "has no use_muon; set True for Muon, False for AdamW")
+            raise OptionError(f"{place}:", "has no use_muon; set True for Muon, False for AdamW")
         return "muon" if group[mark] else "adamw"
     algorithm = str(group.get(mark, "muon"))
     if algorithm not in ("muon", "adamw"):
-        raise OptionError(f"groups[{index}].algorithm", f"= {algorithm!r} is not here; choose 'muon' or 'adamw'")
+        raise OptionError(f"{place}.algorithm", f"= {algorithm!r} is not here; choose 'muon' or 'adamw'")
     return algorithm
 
 
-def _options(values: Mapping[str, Any], optimizer: str, index: int) -> dict[str, Any]:
+def _options(values: Mapping[str, Any], optimizer: str, place: str) -> dict[str, Any]:
     """A group's hyperparameters in this package's spelling."""
     if unknown := sorted(values.keys() - TAKEN):
-        raise OptionError(
-            f"groups[{index}].{unknown[0]}", f"is not a key of a group here; it takes {', '.join(sorted(TAKEN))}"
-        )
+        takes = ", ".join(sorted(TAKEN))
+        raise OptionError(f"{place}.{unknown[0]}", f"is not a key of a group here; it takes {takes}")
     if values.get("flatten", False):
         problem = (
             "= True: describe the matrices of a convolution by muon={'split': [...]} with dims, and remove the key"
         )
-        raise OptionError(f"groups[{index}].flatten", problem)
+        raise OptionError(f"{place}.flatten", problem)
     if optimizer == "muon":
         return hyperparameters_of(values)
     betas = values["betas"] if "beta1" not in values else (values["beta1"], values["beta2"])
@@ -138,17 +142,3 @@ def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     values["ns_coefficients"] = coefficient_rows(values["ns_coefficients"])
     check(MuonOptions, values)
     return values
-
-
-def _tensors(params: Any) -> list[Tensor]:
-    listed_params = [params] if isinstance(params, Tensor) else list(params)
-    return [item if isinstance(item, Tensor) else item[1] for item in listed_params]
-
-
-def _name(parameter: Tensor, names: Mapping[Tensor, str], index: int) -> str:
-    if parameter not in names:
-        raise ValueError(
-            f"groups[{index}]: a tensor of shape {tuple(parameter.shape)} is not the model's; make the groups from the "
-            "parameters of this model, after fully_shard"
-        )
-    return names[parameter]

@@ -36,7 +36,6 @@ class ParamGroup:
     `rule`: index of their rule. `tag`: name in metrics. `spared`: vectors without weight decay.
     """
 
-    optimizer: str
     rule: int | None
     tag: str
     names: tuple[str, ...]
@@ -73,9 +72,8 @@ def assign(
     Arguments and errors as in `Hybrid`.
     """
     modules = modules_of(model)
-    frozen = frozen_in(modules)
-    parameters = inspect_model(modules, frozen=True, is_muon=is_muon)
-    assigned = assigned_model(parameters, rules, router if defaults else None, frozen)
+    frozen, seen = frozen_in(modules), inspect_model(modules, frozen=True, is_muon=is_muon)
+    assigned = assigned_model(seen, rules, router if defaults else None, frozen)
     return tuple(a for a in assigned if a.fqn not in frozen)
 
 
@@ -111,7 +109,7 @@ def parameter_groups(
     return {name: [group.of_torch(parameters) | {OPTIMIZER: name} for group in groups[name]] for name in groups}
 
 
-def named_parameters_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+def named_parameters_of(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """All parameters, by canonical name."""
     return {canonical_fqn(name): parameter for part in parts for name, parameter in part.named_parameters()}
 
@@ -177,5 +175,5 @@ def groups_of_parameters(
         of_group = {key: value for key, value in options.items() if key not in entry.shared}
         of_group |= {key: of_rule[key] for key in entry.by_rule if key in of_rule}
         tag = optimizer if rule is None else f"{optimizer}/{rules[rule].match}"
-        groups.setdefault(optimizer, []).append(ParamGroup(optimizer, rule, tag, tuple(fqns), of_group, spared))
+        groups.setdefault(optimizer, []).append(ParamGroup(rule, tag, tuple(fqns), of_group, spared))
     return groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -41,6 +41,10 @@ class OptimizerSet:
     optimizers: Mapping[str, Optimizer]
     order: tuple[str, ...]
     frozen: tuple[str, ...]
+
+    @property
+    def muon(self) -> Muon | None:
+        return next((part for part in self.optimizers.values() if isinstance(part, Muon)), None)
 
 
 class PartStates(Mapping[Tensor, Any]):
@@ -182,12 +186,10 @@ def build_optimizers(
     """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
     Args:
-        router: as in `assign_parameters`.
         tables: options by optimizer.
         model: all trained parameters of the model, if this process holds a pipeline stage.
-        is_part: as in `assigned_model`.
         knows_frozen: whether groups have frozen parameters too, to be thawed later.
-        is_muon: as in `inspect_model`.
+        router, is_part, is_muon: as in `assign_parameters`, `assigned_model` and `inspect_model`.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, an unknown optimizer, and a refused option.
@@ -201,15 +203,21 @@ def build_optimizers(
     known = inspect_model(modules, frozen=knows_frozen, is_muon=is_muon) if model is None else model
     # From the whole model, because all ranks build Muon together: ranks would wait for a pipeline rank without Muon.
     assigned = assigned_model(known, rules, router, frozen, is_part=is_part)
-    _check_matrices(assigned, rules, tables.get("muon", {}).get("split", ()))
+    splits = tables.get("muon", {}).get("split", ())
+    _check_matrices(assigned, rules, splits)
     groups: dict[str, tuple[ParamGroup, ...]] = {}
     for name, whole_groups in groups_of_parameters(rules, tables, assigned, decay_vectors=decay_vectors).items():
         _check_offload(offload, name)
         groups[name] = tuple(replace(g, names=tuple(n for n in g.names if n in parameters)) for g in whole_groups)
     if is_part:
         # Every rank builds Muon, also a rank without matrices.
-        groups.setdefault("muon", (ParamGroup("muon", None, "muon", (), {}),))
-    splits = _splits(tables.get("muon", {}).get("split", ()), assigned, parameters)
+        groups.setdefault("muon", (ParamGroup(None, "muon", (), {}),))
+    muon = [a for a in assigned if a.optimizer == "muon"]
+    if muon:
+        check_splits([a.fqn for a in muon], splits)
+    # Muon refuses an unmatched split and does not know the remaining pipeline stages.
+    local = [a for a in muon if a.fqn in parameters]
+    splits = tuple(s for s in splits_with(splits, local) if any(fnmatchcase(a.fqn, s.match) for a in local))
     tables = {**tables, "muon": {**tables.get("muon", {}), "split": splits}}
     optimizers = {
         name: build_optimizer(name, groups[name], {"offload": offload, **tables.get(name, {})}, parameters)
@@ -218,19 +226,6 @@ def build_optimizers(
     whole = tuple(a for a in assigned if a.fqn not in frozen)
     assignments = tuple(a for a in whole if a.fqn in parameters)
     return OptimizerSet(assignments, whole, groups, optimizers, tuple(parameters), tuple(sorted(frozen)))
-
-
-def _splits(splits: Sequence[Split], whole: Sequence[Assignment], local: Collection[str]) -> tuple[Split, ...]:
-    """The splits of local parameters, also those of known fused layouts.
-
-    Raises ValueError for a split without a Muon parameter in the model.
-    """
-    muon = [a for a in whole if a.optimizer == "muon"]
-    if muon:
-        check_splits([a.fqn for a in muon], splits)
-    # Muon refuses an unmatched split and does not know the remaining pipeline stages.
-    mine = [a for a in muon if a.fqn in local]
-    return tuple(s for s in splits_with(splits, mine) if any(fnmatchcase(a.fqn, s.match) for a in mine))
 
 
 def _shared_options(rules: Sequence[Rule], tables: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

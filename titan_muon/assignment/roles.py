@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -14,20 +14,9 @@ from ..engine.tensors.names import canonical_fqn
 from ..options import Split
 from .fused import class_names, fused_split
 
-Role = Literal[
-    "",
-    "embedding",
-    "head",
-    "router",
-    "lora",
-    "convolution",
-    "norm",
-    "bias",
-    "table",
-    "elementwise",
-    "linear",
-    "experts",
-]
+Plain = Literal["embedding", "head", "router", "lora", "bias"]
+"""Roles without fused layouts."""
+Role = Plain | Literal["", "convolution", "norm", "table", "elementwise", "linear", "experts"]
 """Empty for unknown roles."""
 
 # For parameters other than weights, and for module types unknown to PyTorch.
@@ -77,9 +66,9 @@ def inspect_model(
                 owner = part.get_submodule(path)
                 split = fused_split(fqn, parameter, owner, part.get_submodule(path.rpartition(".")[0]))
                 role = by_place.get(parameter) or _role(fqn, parameter, owner, knows_vocabulary=vocabulary > 0)
-                split = None if role in PLAIN else split
                 answer = None if is_muon is None else is_muon(fqn, parameter)
-                result[fqn] = ParameterInfo(tuple(parameter.shape), role, split, answer)
+                info = ParameterInfo(tuple(parameter.shape), role, None if role in get_args(Plain) else split, answer)
+                result[fqn] = info
     return result
 
 
@@ -96,10 +85,6 @@ def _role(fqn: str, parameter: Tensor, owner: nn.Module, *, knows_vocabulary: bo
     if isinstance(owner, nn.Linear) and knows_vocabulary:
         return "linear"
     return "experts" if parameter.ndim > 2 and any(EXPERTS.search(name) for name in kinds) else ""
-
-
-PLAIN = ("embedding", "head", "router", "lora", "bias")
-"""Roles without fused layouts."""
 
 
 def _heads(part: nn.Module, vocabulary: int) -> Iterator[Tensor]:

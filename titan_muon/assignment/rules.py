@@ -79,12 +79,10 @@ def assign_parameters(
     """An optimizer for each parameter, from the first matching rule.
 
     Without a rule, the user's `is_muon` decides, then the role, by module or else by name, and then the shape: Muon
-    takes matrices, stacks of experts and known fused layouts, AdamW the rest. Raises OptionError for rules without
-    parameters, if `all_rules`.
+    takes matrices, stacks of experts and known fused layouts, AdamW the rest. `router` is the optimizer of the gates of
+    mixtures of experts, or None if rules must decide for every parameter.
 
-    Args:
-        router: optimizer of the gates of mixtures of experts. None: rules decide for every parameter, and OptionError
-            for an undecided one.
+    Raises OptionError for an undecided parameter, and for rules without parameters, if `all_rules`.
     """
     assigned = tuple(_assign_one(fqn, seen, rules, router) for fqn, seen in parameters.items())
     if all_rules:

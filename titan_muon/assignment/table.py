@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,23 +19,11 @@ from ..selection import doubts_about
 from .groups import ParamGroup
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
-
-class ParameterRow(NamedTuple):
-    """A line of the parameter table."""
-
-    name: str
-    shape: str
-    optimizer: str
-    matrices: str
-    placement: str
-    reason: str
-
-
 LEAST_SHARE = 0.9
 """Least share of Muon without a warning."""
 OUTSIDE = ("embedding", "head", "table")
 
-HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement", "why")
+HEADER = ("parameter", "shape", "optimizer", "matrices", "placement", "why")
 
 
 def parameter_table(
@@ -51,12 +38,12 @@ def parameter_table(
     blocks = {a.fqn: stack_of(a.fqn, a.shape, splits) for a in assigned if a.optimizer == "muon"}
     if plan is not None:
         blocks = {p.fqn: p.stack for p in plan.parameters}
-    counts: Counter[ParameterRow] = Counter()
+    counts = Counter[tuple[str, ...]]()
     for a in assigned:
-        name = a.fqn if full else family(a.fqn)
-        shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
-        counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
-    rows = (row._replace(name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items())
+        shape, matrices = "x".join(map(str, a.shape)), _matrices(a, blocks.get(a.fqn))
+        placement = _placement(parameters[a.fqn], full)
+        counts[a.fqn if full else family(a.fqn), shape, a.optimizer, matrices, placement, a.reason] += 1
+    rows = ((f"{name}  ({n})" if n > 1 else name, *others) for (name, *others), n in counts.items())
     lines = [HEADER, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

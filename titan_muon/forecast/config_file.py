@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ..assignment.groups import assign
-from ..engine.tensors.names import canonical_fqn
+from ..assignment.groups import assign, named_parameters_of
 from ..options import Machine
 from ..owned import Owners, own
 from ..owned.private import flat_mesh
@@ -61,7 +60,7 @@ def plan_config(
         owners = None
         if owned:
             inside = {parameter for layer in layers for parameter in layer.parameters()}
-            named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters()}
+            named = named_parameters_of([model])
             muon = [a for a in assign(model) if a.optimizer == "muon" and named[a.fqn] in inside]
             matrices = [a for a in muon if len(a.shape) == 2]
             splits = [a.split for a in matrices if a.split is not None]

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import debug
 
 from ..engine.layout.intervals import chunk
@@ -30,34 +32,24 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
             "torch.distributed is initialized, and a plan without processes makes a default process group of its own; "
             "plan before init_process_group, or in another process"
         )
-    forget_meshes()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        with _of_this_rank():
-            yield
-    finally:
-        dist.destroy_process_group()
-        forget_meshes()
-
-
-@contextmanager
-def _of_this_rank() -> Iterator[None]:
-    """Make no chunk and no group of other ranks, because these take a minute for 16,384 ranks."""
-    from unittest.mock import patch
-
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
     new_group = device_mesh.new_group
 
     def group_of_this_rank(ranks: Sequence[int] | None = None, **options: Any) -> Any:
         absent = ranks is not None and dist.get_rank() not in ranks
         return dist.GroupMember.NON_GROUP_MEMBER if absent else new_group(ranks=ranks, **options)
 
-    with (
-        patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
-        patch.object(device_mesh, "new_group", group_of_this_rank),
-    ):
-        yield
+    forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        # No chunk and no group of other ranks, because these take a minute for 16,384 ranks.
+        with (
+            patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
+            patch.object(device_mesh, "new_group", group_of_this_rank),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from ..owned import is_owned
 from ..planner.ownership import OwnedTotals, load_lines
 from ..planner.summary import Summary
 from ..planner.timeline import Timeline
-from .memory import muon_of
 from .model import Estimate, PlannedModel
 
 LONG_TAIL = 0.1
@@ -64,13 +63,13 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
         replicas = [len(ranks) for ranks in plan.local if len(ranks) > 1]
-        reason = 'every rank of a bucket orthogonalizes its matrices; muon.expert.exchange = "all_to_all" does not'
-        if replicas:
-            reason = (
-                f"{len(replicas):,} matrices are whole on up to {max(replicas)} replicas, and each replica "
-                'orthogonalizes them (muon.expert.replicas = "redundant"). To orthogonalize each matrix once, set '
-                'parallelism.data_parallel_replicate_degree = 1, or "split", which sends results to the other replicas'
-            )
+        reason = (
+            f"{len(replicas):,} matrices are whole on up to {max(replicas)} replicas, and each replica orthogonalizes "
+            'them (muon.expert.replicas = "redundant"). To orthogonalize each matrix once, set '
+            'parallelism.data_parallel_replicate_degree = 1, or "split", which sends results to the other replicas'
+            if replicas
+            else 'every rank of a bucket orthogonalizes its matrices; muon.expert.exchange = "all_to_all" does not'
+        )
         yield f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: {reason}"
     yield from _method_lines(plan, reasons=timeline is not None)
     if exchanges:
@@ -89,10 +88,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 
 def step_lines(model: PlannedModel, estimate: Estimate) -> Iterable[str]:
     """Cost and modelled time of a Muon step, and why owned parameters communicate."""
-    muon = muon_of(model.optimizers)
+    muon = model.optimizers.muon
     yield from plan_lines(model.plan, estimate.summary, estimate.timeline)
-    skips = muon is not None and muon.options.skips_missing
-    yield from owned_step_lines(model.plan, model.parameters, skips=skips)
+    yield from owned_step_lines(model.plan, model.parameters, skips=muon is not None and muon.options.skips_missing)
 
 
 def adamw_lines(estimate: Estimate) -> Iterable[str]:
@@ -179,10 +177,9 @@ def _ms(seconds: float) -> str:
 
 
 def _method_lines(plan: Plan, *, reasons: bool) -> Iterable[str]:
-    counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
-    for index in dict.fromkeys(index for index, _ in counts):
-        work = plan.works[index]
-        shapes = ", ".join(f"{count:,} of {shape}" for (place, shape), count in counts.items() if place == index)
+    for index, work in enumerate(plan.works):
+        counts = Counter(f"{matrix.rows}x{matrix.cols}" for matrix in plan.matrices if matrix.work == index)
+        shapes = ", ".join(f"{count:,} of {shape}" for shape, count in counts.items())
         yield f"  orthogonalized  {shapes} by {work.method}{f': {work.reason}' if work.reason and reasons else ''}"
 
 

@@ -20,12 +20,12 @@ from ..assignment.groups import named_parameters_of
 from ..assignment.table import decay_lines, frozen_lines, parameter_table
 from ..features.private import keeps_parameters_on_host
 from ..hybrid import Hybrid
+from ..muon import Muon
 from ..options import Machine, OptionError, check
 from ..owned import is_owned
 from ..planner.machine import ERROR
 from .fake_world import fake_world, root_size
 from .lines import adamw_lines, memory_lines, optimizer_lines, step_lines
-from .memory import muon_of
 from .model import Estimate, PlannedModel, estimate_of, plan_of
 
 
@@ -42,7 +42,7 @@ class Preview:
     def text(self, *, full: bool = False) -> str:
         """The report. `full`: a line for each parameter and each owner."""
         model, estimate, optimizers = self.model, self.estimate, self.model.optimizers
-        muon = muon_of(optimizers)
+        muon = optimizers.muon
         # Without the splits of known layouts, which have a line of their own.
         known = {a.split for a in model.assigned}
         splits = [split for split in (() if muon is None else muon.options.split) if split not in known]
@@ -104,8 +104,8 @@ def preview(
             hybrid = optimizer(model)
         if not isinstance(hybrid, Hybrid):
             raise ValueError(f"optimizer: returned {type(hybrid).__name__}; return titan_muon.Hybrid(model, ...)")
-        _check_offload(model, hybrid)
-        muon = muon_of(hybrid.parts)
+        muon = hybrid.parts.muon
+        _check_offload(model, muon)
         plan = plan_of(muon, device, rates)
         if plan is None and any(a.by_default for a in hybrid.assignments):
             raise OptionError("rules:", "Muon takes no parameter of this model; add a rule with optimizer = 'muon'")
@@ -151,18 +151,16 @@ def _check_meta(model: object) -> None:
 
 def _check_meshes(model: nn.Module, world_size: int) -> None:
     for fqn, parameter in named_parameters_of([model]).items():
-        if isinstance(parameter, DTensor) and not is_owned(parameter):
-            size = root_size(parameter.device_mesh)
-            if size != world_size:
-                raise ValueError(
-                    f"parallelize: {fqn} is on a mesh of {size} ranks, and world_size = {world_size}; make the mesh "
-                    f"from dist.get_world_size(), or pass world_size = {size}"
-                )
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) and not is_owned(parameter) else None
+        if mesh is not None and (size := root_size(mesh)) != world_size:
+            raise ValueError(
+                f"parallelize: {fqn} is on a mesh of {size} ranks, and world_size = {world_size}; make the mesh "
+                f"from dist.get_world_size(), or pass world_size = {size}"
+            )
 
 
-def _check_offload(model: nn.Module, hybrid: Hybrid) -> None:
+def _check_offload(model: nn.Module, muon: Muon | None) -> None:
     """Raise ValueError for parameters on the host, because meta tensors hide the host from the optimizers."""
-    muon = muon_of(hybrid.parts)
     on_host = any(keeps_parameters_on_host(part) for part in model.modules() if isinstance(part, FSDPModule))
     if on_host and muon is not None and muon.options.offload != "parameters":
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -191,7 +192,7 @@ class OwnedPart:
         return unsharded.narrow(0, self.start, self.stop - self.start)
 
 
-def is_owned(tensor: Tensor) -> bool:
+def is_owned(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a parameter, gradient or state is stored only on owners."""
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, OwnerMesh)
 

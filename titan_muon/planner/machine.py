@@ -35,10 +35,7 @@ took longer than the device. gloo took 1 / 0.88 (docs/results/timeline.md). No l
 class Link:
     """Links of a rank, in each direction.
 
-    Attributes:
-        bandwidth: bytes per second in large messages.
-        latency: seconds of an empty collective.
-        per_peer: seconds of each message besides the bytes.
+    Bytes per second in large messages, seconds of an empty collective, and seconds of each message besides the bytes.
     """
 
     bandwidth: float
@@ -123,9 +120,9 @@ _NETWORK = Link(45e9, 15e-6, 2e-6)
 _HOST, _HOST_ENTRY = 8.6e-6, 26.4e-6 / 13
 
 # On 8 H100s the first all_to_all_single took 3.28 GB, after 1.06 GB for CUDA and other collectives
-# (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
-_NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
-
+# (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964). Memory for 71 peers is unknown, and assumed to
+# be in total that for 7.
+_CONTEXT, _GROUP, _PEERS = 1_060_000_000, 690_000_000, 7 * 470_000_000
 
 # One H200 (docs/results/gpu.json): large products reached 770 TFLOP/s, in float32 50, and a copy 4.0 TB/s. Products and
 # passes of a step reached 650 TFLOP/s and 3.0 TB/s, by a fit to steps of three models. The other GPUs have the same
@@ -133,26 +130,30 @@ _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 _SHARE, _SHARE_FLOAT32, _SHARE_MEMORY = 650 / 989, 50 / 67, 3.0 / 4.8
 
 
-def _gpus(name: str, tflops: float, float32: float, memory_tb: float, node: Link, gib: int) -> MachineRates:
-    """Nodes of 8 GPUs with these rates on the data sheet, `gib` GiB for PyTorch."""
+def _gpus(
+    name: str, tflops: float, float32: float, memory_tb: float, node: Link, gib: int, ranks: int = 8, links: int = 1
+) -> MachineRates:
+    """Nodes of `ranks` GPUs with these rates on the data sheet, `gib` GiB for PyTorch, and `links` of _NETWORK each."""
     large = round(_SHARE * tflops) * 1e12
-    flops = {"bfloat16": large, "float16": large, "float32": round(_SHARE_FLOAT32 * float32) * 1e12}
-    memory = round(_SHARE_MEMORY * memory_tb, 2) * 1e12
-    rates = MachineRates(name, 8, flops, 400, memory, node, _NETWORK, 4e-6)
-    return replace(rates, host=_HOST, host_entry=_HOST_ENTRY, capacity=gib * 2**30, communicators=_NCCL)
+    return MachineRates(
+        name,
+        ranks,
+        {"bfloat16": large, "float16": large, "float32": round(_SHARE_FLOAT32 * float32) * 1e12},
+        half_side=400,
+        memory=round(_SHARE_MEMORY * memory_tb, 2) * 1e12,
+        node=node,
+        network=replace(_NETWORK, bandwidth=links * _NETWORK.bandwidth),
+        launch=4e-6,
+        host=_HOST,
+        host_entry=_HOST_ENTRY,
+        capacity=gib * 2**30,
+        communicators=CommunicatorBytes(_CONTEXT, _GROUP, _PEERS // (ranks - 1)),
+    )
 
 
 # 72 GPUs reduced 4 to 8 GB at 835 GB/s of bus bandwidth (coreweave/nccl-tests#43); an all-to-all is assumed at the 80 %
-# of 8 GPUs. Memory of NCCL for 71 peers is unknown, and assumed to be in total that for 7.
+# of 8 GPUs.
 _RACK_LINK = Link(720e9, 15e-6, 1e-6)
-
-
-def _rack(rates: MachineRates, network: float) -> MachineRates:
-    """72 GPUs in one link domain."""
-    communicators = replace(_NCCL, near_peer=_NCCL.near_peer * 7 // 71)
-    link = replace(rates.network, bandwidth=network)
-    return replace(rates, ranks_per_node=72, network=link, communicators=communicators)
-
 
 MACHINES: Mapping[str, MachineRates] = {
     machine.name: machine
@@ -163,8 +164,8 @@ MACHINES: Mapping[str, MachineRates] = {
         _gpus("b200x8", 2250, 75, 8.0, Link(720e9, 10e-6, 1e-6), 178),
         # NVIDIA data sheets of GB200 NVL72 and GB300 NVL72, for each of 72 GPUs: 186 and 279 GB; NVLink with 900 GB/s
         # in each direction to all 72; a ConnectX-7 with 400 Gb/s and a ConnectX-8 with 800.
-        _rack(_gpus("gb200x72", 2500, 80, 8.0, _RACK_LINK, 184), _NETWORK.bandwidth),
-        _rack(_gpus("gb300x72", 2500, 80, 8.0, _RACK_LINK, 276), 2 * _NETWORK.bandwidth),
+        _gpus("gb200x72", 2500, 80, 8.0, _RACK_LINK, 184, ranks=72),
+        _gpus("gb300x72", 2500, 80, 8.0, _RACK_LINK, 276, ranks=72, links=2),
         # Links of gloo on one host.
         MachineRates(CPU.name, 8, CPU.flops, 64, CPU.memory, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, CPU.batch_bytes),
     )
@@ -172,47 +173,35 @@ MACHINES: Mapping[str, MachineRates] = {
 """Machines by `machine.name`, except "auto"."""
 
 
-def planning_machine(options: Machine, device: str) -> MachineRates:
-    """The rates for a device type. Raises OptionError for an unreadable or invalid file."""
-    measured = None
-    if options.file is not None:
-        try:
-            measured = Path(options.file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
-            raise OptionError("machine.file", problem) from error
-    return machine_of(options, device, measured)
-
-
-def machine_of(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:
+def planning_machine(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:
     """The rates for ranks on a device type: measured rates override the named machine's.
 
-    `measured`: text of `options.file`. Raises OptionError for an invalid text.
+    `measured`: by default the text of `options.file`. Raises OptionError for an unreadable or invalid file.
     """
     name = options.name if options.name != "auto" else "cpu" if device == "cpu" else "h100x8"
     machine = MACHINES[name]
-    if measured is not None:
-        machine = _measured(machine, str(options.file), measured)
+    if options.file is not None:
+        try:
+            text = Path(options.file).read_text(encoding="utf-8") if measured is None else measured
+            machine = _with_measured(machine, json.loads(text))
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
+            raise OptionError("machine.file", problem) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"= {options.file!r} is not a machine as `make gpu` writes it ({error!r}); measure again"
+            raise OptionError("machine.file", problem) from error
     return machine if options.ranks_per_node is None else replace(machine, ranks_per_node=options.ranks_per_node)
 
 
-def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
-    try:
-        rates = json.loads(text)
-        # links.py writes a report with the machine inside.
-        rates = rates.get("machine", rates)
-        if rates.get("source") == "rehearsed":
-            raise ValueError("it was rehearsed without a GPU")
-        flops = {name: float(rates["flops"][name]) for name in ("bfloat16", "float16", "float32")}
-        memory, launch = float(rates["memory_bandwidth"]), float(rates.get("launch", machine.launch))
-        return _with_links(replace(machine, flops=flops, memory=memory, launch=launch), rates)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"= {file!r} is not a machine as `make gpu` writes it ({error!r}); measure again"
-        raise OptionError("machine.file", problem) from error
-
-
-def _with_links(machine: MachineRates, rates: Mapping[str, Any]) -> MachineRates:
+def _with_measured(machine: MachineRates, report: Mapping[str, Any]) -> MachineRates:
     """Both links by name, or the link that `make gpu` measured: of a single node the node's, else the network's."""
+    # links.py writes a report with the machine inside.
+    rates = report.get("machine", report)
+    if rates.get("source") == "rehearsed":
+        raise ValueError("it was rehearsed without a GPU")
+    flops = {name: float(rates["flops"][name]) for name in ("bfloat16", "float16", "float32")}
+    memory, launch = float(rates["memory_bandwidth"]), float(rates.get("launch", machine.launch))
+    machine = replace(machine, flops=flops, memory=memory, launch=launch)
     links = {where: rates[where] for where in ("node", "network") if where in rates}
     if rates.get("bandwidth") is not None:
         per_node = int(rates["ranks_per_node"])

@@ -14,20 +14,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 
 from ..engine.layout.intervals import Geometries, Geometry, Ranks, chunk
-from ..engine.layout.types import Parameter, Plan, Replicate
+from ..engine.layout.types import Layout, Matrix, Parameter, Plan, Replicate
 from ..engine.layout.work import WorkOf
-from ..engine.planning import Groups, OwnerOf, Task, Tasks, by_group, tasks_of
-from ..engine.program.all_to_all import Pattern
-from ..engine.program.patterns import PATTERNS
+from ..engine.planning import Groups, OwnerOf, Task, Tasks, by_group
 from ..engine.program.two_hops import owning_ranks
 from ..options import MuonOptions
-from .walk import Costs
 
 BYTES_OVER_MEAN = 1.3
 """Most bytes of a rank, relative to the mean."""
@@ -36,69 +33,58 @@ BYTES_OVER_MEAN = 1.3
 def with_state_ranks(
     parameters: Sequence[Parameter], options: MuonOptions, work_of: WorkOf, kept: Mapping[str, Ranks]
 ) -> list[Parameter]:
-    """Parameters with state ranks, balanced by FLOPs and elements; `kept`: present ranks by name, which cannot move."""
+    """Parameters with state ranks: for each the replica with the least FLOPs, within a limit of elements.
+
+    `kept`: present ranks by name, which cannot move.
+    """
     if options.state == "replicated":
         return list(parameters)
-    geometries = Geometries(parameters)
-    shared = [n for n, p in enumerate(parameters) if not p.separate and len(_replicas(geometries[n])) > 1]
-    sizes = {number: prod(parameters[number].layout.shape) for number in shared}
-    flops = dict[int, int]()
-    for number in shared:
-        shapes = Counter(map(geometries[number].shape, range(len(parameters[number].stack.matrices))))
-        flops[number] = sum(count * work_of(number, *shape).flops for shape, count in shapes.items())
-    chooser = _Chooser(geometries, sum(sizes.values()))
-    result = list(parameters)
-    for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
-        parameter = parameters[number]
-        ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
-        result[number] = replace(parameter, state_ranks=ranks)
+    geometries, result = Geometries(parameters), list(parameters)
+    costs: dict[int, tuple[int, int, tuple[Ranks, ...]]] = {}
+    for number, parameter in enumerate(parameters):
+        geometry = geometries[number]
+        replicas = geometry.by_replica(geometry.layout.mesh.ranks)
+        if not parameter.separate and len(replicas) > 1:
+            shapes = Counter(map(geometry.shape, range(len(parameter.stack.matrices))))
+            work = sum(count * work_of(number, *shape).flops for shape, count in shapes.items())
+            costs[number] = work, prod(parameter.layout.shape), replicas
+    every = sorted({rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks})
+    most = BYTES_OVER_MEAN * sum(size for _, size, _ in costs.values()) / max(1, len(every))
+    flops, elements = dict.fromkeys(every, 0), dict.fromkeys(every, 0)
+
+    def load(ranks: Ranks, more: int) -> tuple[bool, int, int]:
+        held = sum(elements[rank] for rank in ranks)
+        return held + more > most * len(ranks), sum(flops[rank] for rank in ranks), held
+
+    for number in sorted(costs, key=lambda n: (parameters[n].fqn not in kept, -costs[n][0], -costs[n][1], n)):
+        parameter, (work, size, replicas) = parameters[number], costs[number]
+        shape, whole, present = parameter.layout.shape, _is_whole(parameter.layout), kept.get(parameter.fqn)
+        # Separable parts along dim 0.
+        units = shape[0] if parameter.stack.is_separable(shape) else 1
+        count = min(units, len(replicas)) if whole else 1
+        shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
+        if present is None:
+            lightest = partial(load, more=size * shares[0] // units)
+            chosen = heapq.nsmallest(len(shares), replicas, key=lightest)
+        else:
+            chosen = [(rank,) for rank in present] if whole else [present]
+        for ranks, share in zip(chosen, shares, strict=True):
+            for rank in ranks:
+                flops[rank] += work * share // (units * len(ranks))
+                elements[rank] += size * share // (units * len(ranks))
+        result[number] = replace(parameter, state_ranks=tuple(chain.from_iterable(chosen)))
     return result
 
 
-class _Chooser:
-    """Assigns the momentum of each parameter to the replica with the least load."""
-
-    def __init__(self, geometries: Geometries, elements: int) -> None:
-        ranks = sorted({rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks})
-        self._flops, self._elements = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-        self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
-
-    def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
-        # Separable parts along dim 0.
-        units = parameter.layout.shape[0] if parameter.stack.is_separable(parameter.layout.shape) else 1
-        replicas = _replicas(geometry)
-        count = min(units, len(replicas)) if _is_whole(parameter) else 1
-        shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
-        if kept is None:
-            share = size * shares[0] // units
-            chosen = heapq.nsmallest(len(shares), replicas, key=lambda ranks: self._load(ranks, share))
-        else:
-            chosen = [(rank,) for rank in kept] if _is_whole(parameter) else [kept]
-        for ranks, share in zip(chosen, shares, strict=True):
-            for rank in ranks:
-                self._flops[rank] += flops * share // (units * len(ranks))
-                self._elements[rank] += size * share // (units * len(ranks))
-        return tuple(rank for ranks in chosen for rank in ranks)
-
-    def _load(self, ranks: Ranks, size: int) -> tuple[bool, int, int]:
-        elements = sum(self._elements[rank] for rank in ranks)
-        full = elements + size > self._most * len(ranks)
-        return full, sum(self._flops[rank] for rank in ranks), elements
-
-
-def _replicas(geometry: Geometry) -> tuple[Ranks, ...]:
-    return geometry.by_replica(geometry.layout.mesh.ranks)
-
-
-def _is_whole(parameter: Parameter) -> bool:
+def _is_whole(layout: Layout) -> bool:
     """Whether every rank of the mesh has all of the parameter."""
-    return all(isinstance(placement, Replicate) for placement in parameter.layout.placements)
+    return all(isinstance(placement, Replicate) for placement in layout.placements)
 
 
 def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
     """The possible owners of matrix number `index` by its momentum; empty if every holder keeps momentum."""
     kept = parameter.state_ranks
-    if len(kept) < 2 or not _is_whole(parameter):
+    if len(kept) < 2 or not _is_whole(parameter.layout):
         return kept
     shape, stack = parameter.layout.shape, parameter.stack
     unit = stack.matrices[index].rows[0].start // prod(shape[1 : stack.row_dims])
@@ -107,23 +93,22 @@ def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
 
 def state_totals(plan: Plan, geometries: Geometries) -> Counter[int]:
     """Elements of momentum by rank."""
-    totals, alike = Counter[int](), dict[tuple[int, Ranks], list[Parameter]]()
-    for index, parameter in zip(geometries.index, plan.parameters, strict=True):
-        alike.setdefault((index, parameter.state_ranks), []).append(parameter)
-    for (index, _), (example, *others) in alike.items():
-        for rank in example.layout.mesh.ranks:
-            totals[rank] += (1 + len(others)) * state_elements(example, geometries.shared[index], rank)
+    totals, states = Counter[int](), zip(geometries.index, [p.state_ranks for p in plan.parameters], strict=True)
+    for (index, kept), count in Counter(states).items():
+        geometry = geometries.shared[index]
+        for rank in geometry.layout.mesh.ranks:
+            totals[rank] += count * state_elements(geometry, kept, rank)
     return totals
 
 
-def state_elements(parameter: Parameter, geometry: Geometry, rank: int) -> int:
-    """Elements of a parameter's momentum on a rank of its mesh."""
-    kept, stored = parameter.state_ranks, prod(geometry.local_shape(rank))
+def state_elements(geometry: Geometry, kept: Ranks, rank: int) -> int:
+    """Elements of a parameter's momentum on a rank of its mesh. `kept`: the parameter's state ranks."""
+    stored = prod(geometry.local_shape(rank))
     if kept and rank not in kept:
         return 0
-    if not kept or not _is_whole(parameter):
+    if not kept or not _is_whole(geometry.layout):
         return stored
-    first = parameter.layout.shape[0]
+    first = geometry.layout.shape[0]
     start, stop = chunk(first, len(kept), kept.index(rank))
     return stored * (stop - start) // first
 
@@ -133,26 +118,8 @@ Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, least loaded first."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Matrices to assign to owners, and costs to judge a plan.
-
-    `eligible`: possible owners of a matrix, if fewer than the group.
-    """
-
-    options: MuonOptions
-    pattern: Pattern
-    costs: Costs
-    given: Tasks
-    eligible: Mapping[int, Ranks]
-
-
-def make_problem(
-    parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs
-) -> Problem:
-    """The problem of whole matrices."""
-    matrices = costs.pieces.matrices
-    given = tasks_of(parameters, geometries, matrices, costs.works, options)
+def eligible_owners(parameters: Sequence[Parameter], matrices: Sequence[Matrix], given: Tasks) -> dict[int, Ranks]:
+    """The possible owners of each matrix, if fewer than the group."""
 
     @cache
     def inside(ranks: Ranks, group: int) -> Ranks:
@@ -163,7 +130,7 @@ def make_problem(
         matrix = matrices[task.matrix]
         if ranks := momentum_ranks(parameters[matrix.parameter], matrix.index):
             eligible[task.matrix] = inside(ranks, task.group)
-    return Problem(options, PATTERNS[options.exchange], costs, given, eligible)
+    return eligible
 
 
 class Balancer:

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from ..engine.layout.intervals import chunk
 from ..engine.planning import Task
@@ -58,29 +57,19 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
 
     Deterministic. Raises ValueError for an owner outside the group.
     """
-    shares: list[_Share] = []
+    # A task for each share of an item: `matrix` is the item's index, `group` the share's position along dim 0.
+    tasks: list[Task] = []
     for index, item in enumerate(items):
         most = min(item.units, size) if item.owner == "balanced" else 1
         # Chunks of 5 units over 4 ranks are 2, 2, 1, 0.
         for number, units in enumerate(filter(None, _shares(item, most))):
             flops, held = item.flops * units // item.units, item.bytes * units // item.units
-            shares.append(_Share(index, number, item, Task(index, 0, flops, held, item.layer)))
-    balancer = Balancer([share.task for share in shares], range(size), {})
-    placed = {
-        (s.item_number, s.number): rank
-        for s, rank in (*_named(shares, balancer, size), *_balanced(shares, balancer, size))
-    }
+            tasks.append(Task(index, number, flops, held, item.layer))
+    balancer = Balancer(tasks, range(size), {})
     owners: list[tuple[int, ...]] = [()] * len(items)
-    for (index, _), rank in sorted(placed.items()):
-        owners[index] += (rank,)
+    for task, rank in sorted((*_named(tasks, items, balancer, size), *_balanced(tasks, items, balancer, size))):
+        owners[task.matrix] += (rank,)
     return Ownership(size, tuple(items), tuple(owners))
-
-
-class _Share(NamedTuple):
-    item_number: int
-    number: int  # Position along dim 0.
-    item: OwnedItem
-    task: Task
 
 
 def _shares(item: OwnedItem, owners: int) -> list[int]:
@@ -88,41 +77,45 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
     return [stop - start for start, stop in chunks]
 
 
-def _named(shares: Sequence[_Share], balancer: Balancer, size: int) -> Iterator[tuple[_Share, int]]:
+def _named(
+    tasks: Sequence[Task], items: Sequence[OwnedItem], balancer: Balancer, size: int
+) -> Iterator[tuple[Task, int]]:
     """Owners of items with a named rank, then of each whole layer: the least loaded rank."""
-    layers: dict[str, list[_Share]] = {}
-    for share in shares:
-        item = share.item
+    layers: dict[str, list[Task]] = {}
+    for task in tasks:
+        item = items[task.matrix]
         if isinstance(item.owner, int):
             if not 0 <= item.owner < size:
                 wrong = f"cannot have owner = {item.owner}; 0 to {size - 1} can own it"
                 raise ValueError(f"placement.rule: {item.fqn} {wrong}")
-            yield share, balancer.add_work(share.task, item.owner)
+            yield task, balancer.add_work(task, item.owner)
         elif item.owner == "layer":
-            layers.setdefault(item.layer, []).append(share)
-    for _, mine in sorted(layers.items(), key=lambda entry: (-sum(s.task.flops for s in entry[1]), entry[0])):
+            layers.setdefault(item.layer, []).append(task)
+    for _, mine in sorted(layers.items(), key=lambda entry: (-sum(task.flops for task in entry[1]), entry[0])):
         rank = balancer.least()
-        yield from ((share, balancer.add_work(share.task, rank)) for share in mine)
+        yield from ((task, balancer.add_work(task, rank)) for task in mine)
 
 
-def _balanced(shares: Sequence[_Share], balancer: Balancer, size: int) -> Iterator[tuple[_Share, int]]:
-    shares = [share for share in shares if share.item.owner == "balanced"]
-    heap, left = balancer.heap(range(size)), Counter(share.task.layer for share in shares)
+def _balanced(
+    tasks: Sequence[Task], items: Sequence[OwnedItem], balancer: Balancer, size: int
+) -> Iterator[tuple[Task, int]]:
+    tasks = [task for task in tasks if items[task.matrix].owner == "balanced"]
+    heap, left = balancer.heap(range(size)), Counter(task.layer for task in tasks)
     in_layers, in_stacks = defaultdict[str, set[int]](set), defaultdict[int, set[int]](set)
     # By name, because the owners must not depend on the order of the list.
-    for share in sorted(shares, key=lambda s: (-s.task.flops, -s.task.bytes, s.item.fqn, s.number)):
-        in_layer, in_stack = in_layers[share.task.layer], in_stacks[share.item_number]
-        left[share.task.layer] -= 1
+    for task in sorted(tasks, key=lambda task: (-task.flops, -task.bytes, items[task.matrix].fqn, task.group)):
+        in_layer, in_stack = in_layers[task.layer], in_stacks[task.matrix]
+        left[task.layer] -= 1
         # Not all shares of a layer to one rank: before the layer's forward, all ranks would wait for a single link.
-        single_owner = left[share.task.layer] == 0 and len(in_layer) == 1
+        single_owner = left[task.layer] == 0 and len(in_layer) == 1
         # By bytes: by FLOPs all would go to the least loaded rank.
-        if share.task.flops == 0:
-            rank = balancer.add_work(share.task, balancer.lightest())
+        if task.flops == 0:
+            rank = balancer.add_work(task, balancer.lightest())
         else:
-            rank = balancer.assign(share.task, heap, in_layer if single_owner else in_stack)
+            rank = balancer.assign(task, heap, in_layer if single_owner else in_stack)
         in_layer.add(rank)
         in_stack.add(rank)
-        yield share, rank
+        yield task, rank
 
 
 def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:

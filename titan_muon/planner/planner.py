@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..engine.layout.intervals import Geometries, Pieces
-from ..engine.layout.types import Matrix, Parameter, Plan
+from ..engine.layout.types import Matrix, Plan
 from ..engine.layout.work import (
     FLOAT32_COST,
     ROUNDING_BYTES,
@@ -16,16 +16,15 @@ from ..engine.layout.work import (
     ElementTraffic,
     ElementwiseCost,
     Work,
-    WorkOf,
     chunk_bytes,
 )
-from ..engine.planning import PlanRequest, has_replicas, matrices_of, separate_reasons
+from ..engine.planning import PlanRequest, has_replicas, matrices_of, separate_reasons, tasks_of
 from ..engine.program.all_to_all import Pattern
 from ..engine.program.patterns import PATTERNS
 from ..options import MuonOptions, OptionError
-from .machine import MachineRates, machine_of
-from .owners import Problem, make_problem, with_state_ranks
-from .search import CandidatePlan, fastest_plan
+from .machine import MachineRates
+from .owners import eligible_owners, with_state_ranks
+from .search import CandidatePlan, Problem, fastest_plan
 from .walk import Costs
 
 MUST_SAVE = 0.03
@@ -34,48 +33,34 @@ HOPS_FROM = 256
 """Ranks from which on two hops are tried: below, they save little in the model."""
 
 
-@dataclass(frozen=True)
-class Search:
-    """A planner: the fastest found plan on a machine."""
+def plan_by_search(request: PlanRequest, machine: MachineRates) -> Plan:
+    """The fastest found plan on a machine. Equal arguments give equal plans on every rank.
 
-    machine: MachineRates
-
-    def __call__(self, request: PlanRequest) -> Plan:
-        options, work_of = request.options, request.work_of
-        parameters = with_state_ranks(request.parameters, options, work_of, request.kept)
-        return make_plan(parameters, work_of, options, self.machine, passes_of(request.elements, options))
-
-
-def make_plan(
-    parameters: Sequence[Parameter],
-    work_of: WorkOf,
-    options: MuonOptions,
-    machine: MachineRates | None = None,
-    passes: ElementwiseCost = FLOAT32_COST,
-) -> Plan:
-    """The plan of a step. Equal arguments give equal plans on every rank.
-
-    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for contradicting options, and for too
-    small a `buffer_gib`.
+    Raises OptionError for contradicting options, and for too small a `buffer_gib`.
     """
+    options, passes = request.options, passes_of(request.elements, request.options)
+    parameters = with_state_ranks(request.parameters, options, request.work_of, request.kept)
     geometries = Geometries(parameters)
-    matrices, works = matrices_of(parameters, geometries, work_of)
-    rates = machine_of(options.machine) if machine is None else machine
+    matrices, works = matrices_of(parameters, geometries, request.work_of)
     # On a CPU, batches stay in the caches.
-    works = _with_full_batches(matrices, works, passes) if rates.host else works
-    costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, rates, passes)
-    problem, best = _fastest(make_problem(parameters, geometries, options, costs))
-    notes = *_pattern_reasons(problem), *separate_reasons(parameters), _state_reason(options, parameters)
+    works = _with_full_batches(matrices, works, passes) if machine.host else works
+    costs = Costs(Pieces(matrices, geometries, machine.ranks_per_node), works, machine, passes)
+    given = tasks_of(parameters, geometries, matrices, works, options)
+    eligible = eligible_owners(parameters, matrices, given)
+    problem, best = _fastest(Problem(options, PATTERNS[options.exchange], costs, given, eligible))
+    notes = *_pattern_reasons(problem), *separate_reasons(parameters)
+    if options.state == "owner" and not any(parameter.state_ranks for parameter in parameters):
+        notes += ("state = 'owner' has no effect: no matrix has replicas that could do without momentum",)
     return Plan(
         parameters=tuple(parameters),
         matrices=matrices,
-        local=problem.given.local,
+        local=given.local,
         buckets=best.buckets,
         buffer_sets=best.buffer_sets,
         works=works,
         reason="; ".join(filter(None, (best.reason, *notes))),
         passes=passes,
-        ranks_per_node=rates.ranks_per_node if any(PATTERNS[b.exchange].knows_nodes for b in best.buckets) else 0,
+        ranks_per_node=machine.ranks_per_node if any(PATTERNS[b.exchange].knows_nodes for b in best.buckets) else 0,
     )
 
 
@@ -119,8 +104,14 @@ def _with_full_batches(matrices: Sequence[Matrix], works: Sequence[Work], passes
 
 def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
     """The problem whose best plan has the least price / (1 - share to save), and the plan. The first wins."""
+    patterns, given, pieces, two_hops = [problem.pattern], problem.given, problem.costs.pieces, PATTERNS["two_hops"]
+    if problem.pattern is PATTERNS["all_to_all"]:
+        if has_replicas(given.tasks, given.groups, pieces):
+            patterns.append(PATTERNS["hierarchical"])
+        if len(pieces.ranks()) >= HOPS_FROM and _fallbacks(problem, two_hops)[""]:
+            patterns.append(two_hops)
     found, faults = list[tuple[float, Problem, CandidatePlan]](), list[OptionError]()
-    for pattern in _patterns(problem):
+    for pattern in patterns:
         variant = replace(problem, pattern=pattern)
         try:
             best = fastest_plan(variant)
@@ -135,27 +126,12 @@ def _fastest(problem: Problem) -> tuple[Problem, CandidatePlan]:
     return problem, best
 
 
-def _patterns(problem: Problem) -> Iterator[Pattern]:
-    """The patterns to search."""
-    yield problem.pattern
-    given, pieces, two_hops = problem.given, problem.costs.pieces, PATTERNS["two_hops"]
-    if problem.pattern is PATTERNS["all_to_all"]:
-        if has_replicas(given.tasks, given.groups, pieces):
-            yield PATTERNS["hierarchical"]
-        if len(pieces.ranks()) >= HOPS_FROM and _fallbacks(problem, two_hops)[""]:
-            yield two_hops
-
-
-def _state_reason(options: MuonOptions, parameters: Sequence[Parameter]) -> str:
-    if options.state != "owner" or any(parameter.state_ranks for parameter in parameters):
-        return ""
-    return "state = 'owner' has no effect: no matrix has replicas that could do without momentum"
-
-
 def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     state_bytes, on_cpu = 2 if options.state_dtype == "bfloat16" else 4, elements.device == "cpu"
-    traffics, advance, apply, drawn = list[ElementTraffic](), [0], [0], False
+    traffics, advance, apply, drawn = list[ElementTraffic](), list[int](), list[int](), False
+    if not elements.kinds:
+        return FLOAT32_COST
     for kind in elements.kinds:
         size, wide = kind.weight_bytes, max(state_bytes, kind.weight_bytes)
         stochastic = options.rounding == "stochastic" and kind.is_bfloat16
@@ -182,7 +158,7 @@ def passes_of(elements: Elements, options: MuonOptions) -> ElementwiseCost:
         apply_bytes=max(apply),
         finish_bytes=elements.rescale_bytes,
         # With the fields as a second key, because two kinds of parameters may have equal sums.
-        traffic=max(traffics, key=lambda moved: (moved.advance + moved.apply, moved), default=FLOAT32_COST.traffic),
+        traffic=max(traffics, key=lambda moved: (moved.advance + moved.apply, moved)),
     )
 
 

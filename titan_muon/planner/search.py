@@ -12,12 +12,13 @@ from itertools import accumulate, groupby, pairwise
 
 from ..engine.layout.intervals import Pieces, Ranks
 from ..engine.layout.types import Bucket
-from ..engine.planning import Groups, OwnerOf, Task, buckets_of, in_order
+from ..engine.planning import Groups, OwnerOf, Task, Tasks, buckets_of, in_order
+from ..engine.program.all_to_all import Pattern
 from ..engine.program.phases import late_rounds
-from ..options import OptionError
-from .owners import STRATEGIES, Problem, across_nodes, among
+from ..options import MuonOptions, OptionError
+from .owners import STRATEGIES, across_nodes, among
 from .timeline import Clock, ordered_rounds
-from .walk import PlanCost
+from .walk import Costs, PlanCost
 
 
 def rounds(tasks: Sequence[Task], count: int) -> list[list[Task]]:
@@ -149,14 +150,24 @@ MOST_TURNS = 200_000
 
 
 @dataclass(frozen=True)
-class CandidatePlan:
-    """Simulated buckets.
+class Problem:
+    """Matrices to assign to owners, and costs to judge a plan.
 
-    Attributes:
-        seconds: step time.
-        bytes: most buffers and workspace on a rank.
-        busiest: compute seconds of the busiest rank.
-        reason: notes for the user.
+    `eligible`: possible owners of a matrix, if fewer than the group.
+    """
+
+    options: MuonOptions
+    pattern: Pattern
+    costs: Costs
+    given: Tasks
+    eligible: Mapping[int, Ranks]
+
+
+@dataclass(frozen=True)
+class CandidatePlan:
+    """Simulated buckets, and notes for the user.
+
+    `seconds`: of a step. `bytes`: most buffers and workspace on a rank. `busiest`: most compute seconds of a rank.
     """
 
     buckets: tuple[Bucket, ...]
@@ -189,7 +200,6 @@ def fastest_plan(problem: Problem) -> CandidatePlan:
     if problem.options.overlap != "none":
         search.run((Order.MODEL,))
     search.run((Order.COUNTED, Order.PEAKED, Order.ASCENDING, Order.DESCENDING))
-    search.run_until_it_fits()
     return search.chosen()
 
 
@@ -218,16 +228,12 @@ class _Search:
                 best = self._better(best, replace(best, owners=owners))
             for order in orders if best.rounds > 1 else ():
                 best = self._better(best, replace(best, order=order))
-            best = self._with_best_rounds(best)
-
-    def _with_best_rounds(self, best: Strategy) -> Strategy:
-        before = None
-        while best != before:
-            before = best
-            for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
-                if 1 <= count <= self._most_rounds():
-                    best = self._better(best, replace(best, rounds=count))
-        return best
+            settled = None
+            while best != settled:
+                settled = best
+                for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
+                    if 1 <= count <= self._most_rounds():
+                        best = self._better(best, replace(best, rounds=count))
 
     def _double(self, order: Order) -> Strategy:
         rank_bytes = 2 * sum(task.bytes for task in self._tasks) / max(1, len(self._local))
@@ -326,17 +332,12 @@ class _Search:
         self._candidates += added
         return min(added, key=self._worth)
 
-    def run_until_it_fits(self) -> None:
-        """Simulate more and more rounds of consecutive matrices until `buffer_gib` suffices."""
-        count = 1
-        while not self._fits(self._best()):
-            self._add(rounds(self._tasks, count), self._assigned(0))
-            if count >= len(self._tasks):
-                return
-            count = min(2 * count, len(self._tasks))
-
     def chosen(self) -> CandidatePlan:
-        best = self._best()
+        """The best candidate, with more and more rounds of consecutive matrices until `buffer_gib` suffices."""
+        count, best = 1, self._best()
+        while not self._fits(best) and count < 2 * len(self._tasks):
+            self._add(rounds(self._tasks, min(count, len(self._tasks))), self._assigned(0))
+            count, best = 2 * count, self._best()
         if not self._fits(best):
             raise OptionError(
                 "buffer_gib",

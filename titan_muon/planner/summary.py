@@ -8,7 +8,7 @@ from functools import cache
 
 from ..engine.layout.types import Plan
 from ..options import Machine
-from .machine import machine_of
+from .machine import planning_machine
 from .owners import state_totals
 from .walk import PlanCost, Share, StepBytes
 
@@ -59,7 +59,7 @@ class Summary:
 def summarize(plan: Plan, cost: PlanCost | None = None) -> Summary:
     """Count FLOPs, bytes and collectives. `cost`: of the plan on any machine."""
     # The counts do not depend on the machine.
-    cost = PlanCost.from_plan(plan, machine_of(Machine())) if cost is None else cost
+    cost = PlanCost.from_plan(plan, planning_machine(Machine())) if cost is None else cost
     states = state_totals(plan, cost.costs.pieces.geometries)
     memory = cost.step_bytes(max(1, min(plan.buffer_sets, plan.rounds)))
     cost_of = cache(lambda alike: _rank_cost(cost.by_class[alike], memory[alike]))

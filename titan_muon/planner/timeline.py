@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import takewhile
+from operator import mul
 
+from ..engine.layout.intervals import Ranks
 from ..engine.layout.types import Bucket, Plan
 from ..engine.layout.work import ElementwiseCost
-from ..engine.program.phases import Act, late_rounds, schedule
+from ..engine.program.phases import Act, Turn, late_rounds, schedule
 from ..options import Overlap
 from .machine import STEP_OPERATORS, MachineRates
-from .walk import LOCAL, Costs, PlanCost, Share, link_seconds
+from .walk import LOCAL, PlanCost, Share, link_seconds
 
 NO_TIME = 1e-30
 """Share of the links' time in a simulation with free links. 0 would mean "no collective", and ranks would not wait."""
@@ -24,9 +26,11 @@ EARLY = 1 / 8
 
 def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
     """How many of the last rounds the next forward can hide, because they have no matrix of the EARLY share."""
+    if overlap == "none":
+        return 0
     least: dict[int, int] = {}
     most = 0
-    for bucket in () if overlap == "none" else buckets:
+    for bucket in buckets:
         least[bucket.round] = min(least.get(bucket.round, bucket.matrices[0]), *bucket.matrices)
         most = max(most, *bucket.matrices)
     first = min(least.values(), default=0)
@@ -100,13 +104,13 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none", co
     # A rank has a piece of each parameter, or several of a stack.
     entries = len(plan.parameters) * cost.costs.elementwise.traffic.lists
     time_of = cache(partial(_rank_time, cost, clock, shapes, entries))
-    members = zip(cost.ranks, cost.class_of, strict=True)
+    members, alone = zip(cost.ranks, cost.class_of, strict=True), Counter(map(cost.costs.alone, plan.matrices))
     after = max(0.0, max(clock.after_step, default=0.0) - clock.end)
     return Timeline(
         machine.name,
         overlap,
         tuple(replace(time_of(alike), rank=rank) for rank, alike in members),
-        _least(plan, cost.costs, len(cost.ranks)),
+        max([sum(map(mul, alone, alone.values())) / max(1, len(cost.ranks)), *alone]),
         clock.end - free.end,
         None if overlap == "none" else after,
         clock.end - clock.computed,
@@ -115,14 +119,10 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none", co
 
 class Clock:
     """Clocks of the compute stream and links of each class of ranks after a step, without the updates of the last
-    `hidden` rounds.
+    `hidden` rounds. `links`: factor on their time.
 
-    `links`: factor on their time.
-
-    Attributes:
-        now: by class, the end of its last stage in the step.
-        computed: end of the last Newton-Schulz.
-        after_step: by class, the end of its last update in the next forward.
+    `now`: by class, the end of its last stage in the step. `computed`: end of the last Newton-Schulz.
+    `after_step`: by class, the end of its last update in the next forward.
     """
 
     # Compute continues when the awaited collective ends on the slowest rank. Collectives of a group are serialized.
@@ -130,51 +130,48 @@ class Clock:
 
     def __init__(self, cost: PlanCost, buffer_sets: int, hidden: int = 0, *, links: float = 1.0) -> None:
         self._cost, self.hidden, self._links = cost, hidden, links
-        self.now = [0.0] * len(cost.by_class)
+        self.now, self.after_step, self._wires = ([0.0] * len(cost.by_class) for _ in range(3))
         self.computed = 0.0
-        self.after_step = [0.0] * len(cost.by_class)
-        self._wires = [0.0] * len(cost.by_class)
-        self._streams: dict[tuple[int, ...], float] = {}
+        self._streams: dict[Ranks, float] = {}
         self._arrived = [0.0] * len(cost.buckets)
         opening, turns = schedule(cost.rounds, max(1, min(buffer_sets, cost.rounds)))
         by_round: list[list[int]] = [[] for _ in range(cost.rounds)]
         for index, bucket in enumerate(cost.buckets):
             by_round[bucket.round].append(index)
         acts = {Act.GATHER: self._gather, Act.ORTHOGONALIZE: self._orthogonalize, Act.APPLY: self._apply}
-        for act, number in opening:
-            for index in by_round[number]:
-                acts[act](index)
-        self._run_local()
-        for act, number in turns:
-            for index in by_round[number]:
-                acts[act](index)
+
+        def run(turns: Iterable[Turn]) -> None:
+            for act, number in turns:
+                for index in by_round[number]:
+                    acts[act](index)
+
+        run(opening)
+        for alike, (share, *_) in enumerate(cost.by_class):
+            self.now[alike] = share.pack + self.now[alike] + share.owned.seconds + share.apply
+        self.computed = self.end
+        run(turns)
 
     @property
     def end(self) -> float:
         return max(self.now, default=0.0)
 
     def _gather(self, index: int) -> None:
-        bucket = self._cost.buckets[index]
-        for alike, share in zip(bucket.classes, bucket.shares, strict=True):
+        shares = self._cost.buckets[index].shares
+        for alike, share in shares.items():
             self.now[alike] += share.pack
-        self._launch(index, [share.gather for share in bucket.shares])
-
-    def _run_local(self) -> None:
-        for alike, (share, *_) in enumerate(self._cost.by_class):
-            self.now[alike] = share.pack + self.now[alike] + share.owned.seconds + share.apply
-        self.computed = self.end
+        self._launch(index, [share.gather for share in shares.values()])
 
     def _orthogonalize(self, index: int) -> None:
-        bucket, now = self._cost.buckets[index], self.now
-        for alike, share in zip(bucket.classes, bucket.shares, strict=True):
+        shares, now = self._cost.buckets[index].shares, self.now
+        for alike, share in shares.items():
             now[alike] = max(now[alike], self._arrived[index]) + share.copies + share.owned.seconds
             self.computed = max(self.computed, now[alike])
-        self._launch(index, [share.back for share in bucket.shares])
+        self._launch(index, [share.back for share in shares.values()])
 
     def _apply(self, index: int) -> None:
         bucket, arrived = self._cost.buckets[index], self._arrived[index]
         ends = self.after_step if bucket.round >= self._cost.rounds - self.hidden else self.now
-        for alike, share in zip(bucket.classes, bucket.shares, strict=True):
+        for alike, share in bucket.shares.items():
             ends[alike] = max(ends[alike], self.now[alike], arrived) + share.apply
 
     def _launch(self, index: int, seconds: Sequence[float]) -> None:
@@ -182,12 +179,12 @@ class Clock:
         if not any(seconds):
             return
         bucket, now, wires = self._cost.buckets[index], self.now, self._wires
-        free = max(max(now[alike], wires[alike]) for alike in bucket.classes)
-        start = max(self._streams.get(bucket.classes, 0.0), free)
-        for alike, mine in zip(bucket.classes, seconds, strict=True):
+        free = max(max(now[alike], wires[alike]) for alike in bucket.shares)
+        start = max(self._streams.get(bucket.group, 0.0), free)
+        for alike, mine in zip(bucket.shares, seconds, strict=True):
             wires[alike] = start + mine * self._links
         end = start + (max(seconds) + bucket.latency) * self._links
-        self._streams[bucket.classes] = self._arrived[index] = end
+        self._streams[bucket.group] = self._arrived[index] = end
 
 
 def _rank_time(cost: PlanCost, clock: Clock, shapes: int, entries: int, alike: int) -> RankTime:
@@ -220,8 +217,3 @@ def _operators(share: Share, passes: ElementwiseCost, shapes: int) -> int:
     advance = max(buckets, -(-elements // passes.advance_elements)) * passes.traffic.advance_launches
     calls = max(buckets if local else shapes, -(-elements // passes.apply_elements))
     return share.owned.operators + advance + calls * passes.traffic.apply_launches
-
-
-def _least(plan: Plan, costs: Costs, ranks: int) -> float:
-    alone = Counter(map(costs.alone, plan.matrices))
-    return max([sum(seconds * count for seconds, count in alone.items()) / max(1, ranks), *alone])

@@ -5,8 +5,9 @@ The search, the timeline, the summary and the forecast of memory read its result
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
 from ..engine.layout.intervals import Pieces, Ranks
@@ -68,20 +69,15 @@ class Costs:
         self.pieces, self.works, self.machine, self.elementwise = pieces, works, machine, elementwise
         self.totals = Totals(pieces)
         self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
-        self._owned: dict[KindCounts, OwnedCost] = {}
-
-    def owned(self, counts: KindCounts) -> OwnedCost:
-        # Cached, because most ranks have equal counts.
-        if counts not in self._owned:
-            self._owned[counts] = self._sum(counts)
-        return self._owned[counts]
+        # Most ranks have equal counts.
+        self.owned = cache(self._sum)
 
     def local(self, local: Sequence[Ranks]) -> list[OwnedCost]:
         """The cost of each rank's local matrices."""
-        by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
+        by_kind = {rank: Counter[int]() for rank in self.pieces.ranks()}
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
-                by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
+                by_kind[rank][kind] += 1
         return [self.owned(tuple(sorted(kinds.items()))) for kinds in by_kind.values()]
 
     def latency(self, group: Ranks) -> float:
@@ -165,17 +161,15 @@ class Share(NamedTuple):
 
 
 class BucketCost(NamedTuple):
-    """The share of each class of ranks in a bucket.
+    """The share of each class of ranks in a bucket, by number as in `PlanCost.class_of`.
 
-    Attributes:
-        classes: numbers as in `PlanCost.class_of`; the same for all buckets of a group.
-        latency: seconds of an empty collective.
+    `latency`: seconds of an empty collective.
     """
 
-    classes: tuple[int, ...]
+    group: Ranks
     round: int
-    shares: tuple[Share, ...]
     latency: float
+    shares: dict[int, Share]
 
 
 class StepBytes(NamedTuple):
@@ -196,9 +190,8 @@ class StepBytes(NamedTuple):
 class PlanCost:
     """Costs of buckets and of `local` matrices.
 
-    Attributes:
-        class_of: of each rank, in the order of `ranks`. Ranks of a class have equal shares of the same buckets.
-        by_class: each class's shares, first of its local matrices.
+    `class_of`: the class of each rank, in the order of `ranks`. Ranks of a class have equal shares of the same buckets.
+    `by_class`: each class's shares, first of its local matrices.
     """
 
     # A rank's times follow from its shares and from times of its buckets, so ranks of a class are equal at any time. Of
@@ -223,14 +216,10 @@ class PlanCost:
         classes: dict[tuple[tuple[int, int], ...], int] = {}
         self.class_of = [classes.setdefault(tuple(key), len(classes)) for key in keys.values()]
         self.by_class = [[shares[number] for _, number in key] for key in classes]
-        members = [dict[int, Share]() for _ in buckets]
+        self.buckets = [BucketCost(b.group, b.round, costs.latency(b.group), {}) for b in buckets]
         for alike, key in enumerate(classes):
             for index, number in key[1:]:
-                members[index][alike] = shares[number]
-        self.buckets = [
-            BucketCost(tuple(of_bucket), bucket.round, tuple(of_bucket.values()), costs.latency(bucket.group))
-            for bucket, of_bucket in zip(buckets, members, strict=True)
-        ]
+                self.buckets[index].shares[alike] = shares[number]
 
     @classmethod
     def from_plan(cls, plan: Plan, machine: MachineRates) -> PlanCost:
@@ -244,7 +233,18 @@ class PlanCost:
 
     def step_bytes(self, buffer_sets: int) -> list[StepBytes]:
         """Of a rank of each class."""
-        return [_step_bytes(shares, buffer_sets, self.costs) for shares in self.by_class]
+        elementwise, row, result = self.costs.elementwise, self.costs.longest_row, []
+        for shares in self.by_class:
+            stored = max(share.totals.stored for share in shares)
+            temporary = max(
+                min(stored, max(elementwise.advance_elements, row)) * elementwise.advance_bytes,
+                max(share.owned.iteration for share in shares),
+                min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
+            )
+            buckets = ((share.round, share.wire_bytes, share.totals.buffers) for share in shares[1:])
+            work = max(share.owned.assembled for share in shares) + temporary
+            result.append(StepBytes(buffer_bytes(buckets, buffer_sets), work))
+        return result
 
 
 def _local_share(costs: Costs, owned: OwnedCost) -> Share:
@@ -279,18 +279,4 @@ def _share(costs: Costs, bucket: Bucket, totals: BucketTotals) -> Share:
         gather=gather,
         back=back,
         wire_bytes=wire_bytes,
-    )
-
-
-def _step_bytes(shares: Sequence[Share], buffer_sets: int, costs: Costs) -> StepBytes:
-    elementwise, row = costs.elementwise, costs.longest_row
-    stored = max(share.totals.stored for share in shares)
-    buckets = ((share.round, share.wire_bytes, share.totals.buffers) for share in shares[1:])
-    temporary = max(
-        min(stored, max(elementwise.advance_elements, row)) * elementwise.advance_bytes,
-        max(share.owned.iteration for share in shares),
-        min(stored, max(elementwise.apply_elements, row)) * elementwise.apply_bytes,
-    )
-    return StepBytes(
-        buffers=buffer_bytes(buckets, buffer_sets), work=max(share.owned.assembled for share in shares) + temporary
     )

@@ -62,29 +62,14 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
-    # As in torch, a frozen parameter with a gradient counts.
-    trained = trained_of([parameters] if isinstance(parameters, Tensor) else parameters)
+    every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     group = optimizer.process_group if process_group is None and optimizer is not None else process_group
     ranks = len(ranks_of(group)) // stages
-    clip = GradientClip(
-        trained, trained, max_norm=max_norm, stage_ranks=ranks, norm_type=norm_type, process_group=group
-    )
-    gradients = clip.gradients()
-    norm = clip.norms(gradients)[0]
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; set "
-            "error_if_nonfinite = False to scale them by it anyway"
-        )
+    clip = GradientClip(every, every, max_norm=max_norm, stage_ranks=ranks, norm_type=norm_type, process_group=group)
+    norm = clip(error_if_nonfinite=error_if_nonfinite)
     if optimizer is not None:
         optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms, group))
-    clip.scale(gradients, norm)
     return norm.float()
-
-
-def trained_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters with a gradient, now or later."""
-    return [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
 
 
 class GradientClip:
@@ -109,37 +94,44 @@ class GradientClip:
     ) -> None:
         self._group = process_group
         chosen = set(clipped)
-        self.parameters = trained_of(parameters)
+        # As in torch, a frozen parameter with a gradient counts.
+        self.parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm, self.norm_type = max_norm, norm_type
         device = self.parameters[0].device if self.parameters else collective_device(process_group)
         shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
         # Weighted sums need one collective, unlike torch's norms by mesh. float32 would lose small tensors.
-        clipped_shares = [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]
-        weights = torch.tensor([shares, clipped_shares], dtype=torch.float64, device="cpu")
-        self._weights = on_device(weights, device)
+        weights = [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]]
+        self._weights = on_device(torch.tensor(weights, dtype=torch.float64, device="cpu"), device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
         """(len(parameters),) float64: of this rank's gradients in the last call, before scaling."""
 
     @torch.no_grad()
-    def __call__(self) -> Tensor:
-        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank."""
-        gradients = self.gradients()
-        norm, clipped_norm = self.norms(gradients)
-        self.scale(gradients, clipped_norm)
+    def __call__(self, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank.
+
+        `error_if_nonfinite`: raise RuntimeError for such a norm of the clipped gradients, which blocks the host.
+        """
+        gradients = [local_gradient(parameter) for parameter in self.parameters]
+        norm, clipped_norm = self._norms(gradients)
+        if error_if_nonfinite and not bool(clipped_norm.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {self.norm_type} of the gradients is not finite, so they cannot be clipped; "
+                "set error_if_nonfinite = False to scale them by it anyway"
+            )
+        pairs = zip(gradients, self.clipped, strict=True)
+        scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
+        # A condition on the norm would block the host.
+        if scaled:
+            torch._foreach_mul_(scaled, (self.max_norm / (clipped_norm + EPS)).clamp(max=1.0).float())
         return norm
 
-    def gradients(self) -> list[Tensor | None]:
-        return [local_gradient(parameter) for parameter in self.parameters]
-
-    def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
+    def _norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, norm_dtype(present)) if present else ())
-        by_parameter = [
-            self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients
-        ]
+        by_parameter = [self._zero if g is None or g.numel() == 0 else next(norms) for g in gradients]
         if by_parameter:
             self.local_norms = torch.stack(by_parameter).double()
         local_norms = self.local_norms
@@ -156,13 +148,6 @@ class GradientClip:
             dist.all_reduce(shared, operation, group=self._group)
             values = shared.to(values.device)
         return values.pow(root)
-
-    def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
-        pairs = zip(gradients, self.clipped, strict=True)
-        scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
-        # A condition on the norm would block the host.
-        if scaled:
-            torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
 
 
 def collective_device(group: dist.ProcessGroup | None) -> torch.device:

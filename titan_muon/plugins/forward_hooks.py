@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +16,21 @@ from ..muon import Muon
 from ..options import OptionError
 
 
-class _Layer:
+def _pre_forward(module: FSDPModule, outer: Sequence[FSDPModule], deferred: ForwardUpdates) -> Callable[..., None]:
     """The forward pre-hook of an FSDP module.
 
     `outer`: FSDP modules around the module. `deferred`: not the Muon object, because hooks would keep a closed
     optimizer and its momentum alive.
     """
+    applied = 0
 
-    def __init__(self, module: FSDPModule, outer: Sequence[FSDPModule], deferred: ForwardUpdates) -> None:
-        self._module, self._outer, self._deferred = module, outer, deferred
-        self._count = 0
-
-    def update(self, *_: Any) -> None:
-        if self._count == self._deferred.count and not self._deferred.holds_memory:
+    def pre_forward(*_: Any) -> None:
+        nonlocal applied
+        if applied == deferred.count and not deferred.holds_memory:
             return
-        self._count = self._deferred.count
-        own = own_groups(self._module)
-        for group in (group for module in (self._module, *self._outer) for group in own_groups(module)):
-            if group.is_gathered and self._deferred.waits(group.params()):
+        applied, own = deferred.count, own_groups(module)
+        for group in (group for around in (module, *outer) for group in own_groups(around)):
+            if group.is_gathered and deferred.waits(group.params()):
                 raise ValueError(
                     f"{group.name}: was all-gathered before the update was applied, by unshard() or a method of "
                     "register_fsdp_forward_method; call finish_step() of Muon before the all-gather, and reshard() of "
@@ -41,9 +38,11 @@ class _Layer:
                 )
         # The computing stream would wait for the updates anyway.
         streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
-        self._deferred.end_for(_params(own), streams)
-        for group in prefetched_groups(self._module):
-            self._deferred.end_for(group.params(), [group.reading_stream()])
+        deferred.end_for(_params(own), streams)
+        for group in prefetched_groups(module):
+            deferred.end_for(group.params(), [group.reading_stream()])
+
+    return pre_forward
 
 
 def _params(groups: Iterable[GatheredGroup]) -> list[Tensor]:
@@ -56,10 +55,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     Each layer applies the updates before FSDP2 all-gathers the layer. Call `muon.finish_step()` before other code reads
     or writes weights between a step and the next forward: an average of weights (also in a step hook), `unshard()`, a
     method of `register_fsdp_forward_method`, or a pipeline schedule with unshards, but not for state dicts. All ranks
-    call `apply_in_forward` once, after `fully_shard`.
-
-    Args:
-        model: sharded by `fully_shard`, with all of Muon's parameters.
+    call `apply_in_forward` once, after `fully_shard`, with a model that has all of Muon's parameters.
 
     Raises:
         ValueError: for a Muon without `overlap = "forward"`, for a second call, and for parameters outside of every
@@ -83,7 +79,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         outer = [modules[other] for other in modules if other != name and (not other or name.startswith(f"{other}."))]
         assert isinstance(module, nn.Module), "fully_shard makes only modules an FSDPModule"
         # Before FSDP2's hook, and like that hook outside of the compiled module.
-        hook = torch.compiler.disable(_Layer(module, outer, deferred).update)
+        hook = torch.compiler.disable(_pre_forward(module, outer, deferred))
         module.register_forward_pre_hook(hook, prepend=True)
     for submodule in model.modules():
         if any(param in trained for param in submodule.parameters(recurse=False)):

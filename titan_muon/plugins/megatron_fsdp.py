@@ -41,7 +41,7 @@ def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:
         if muon.options.overlap != "none":
             problem = f"= {muon.options.overlap!r} has no hooks in a model of Megatron-FSDP; set 'none'"
             raise OptionError("overlap", problem)
-    named = list(named_parameters(optimizer.param_groups))
+    named: list[tuple[str, Any]] = list(named_parameters(optimizer.param_groups))
     for fqn, parameter in named:
         if not isinstance(parameter, DTensor) or not any(hasattr(parameter, mark) for mark in MARKS):
             raise ValueError(
@@ -52,25 +52,17 @@ def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:
         _follow_experimental(optimizer, named)
     else:
         _Classic(optimizer, model)
-        _mark_experts([parameter for _, parameter in named], model)
-    _set_rows([parameter for _, parameter in named])
-
-
-def _set_rows(parameters: Sequence[Any]) -> None:
-    """Set each parameter's rows by the order in which Megatron-FSDP cuts it. Collective over its mesh."""
+        buffers: Any = model.param_and_grad_buffer
+        experts = {param for group in buffers.parameter_groups if group.is_expert_param for param in group.params}
+        for _, parameter in named:
+            if parameter.orig_param in experts:
+                # Replicas of tensor parallelism have equal meshes too.
+                setattr(parameter, OTHER_EXPERTS, True)
     from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
 
-    for parameter in parameters:
+    for _, parameter in named:
+        # By the order in which Megatron-FSDP cuts the parameter. Collective over its mesh.
         set_rows(parameter, gather_and_compute_chunk_metadata(parameter).offsets[0])
-
-
-def _mark_experts(parameters: Sequence[Any], model: Any) -> None:
-    """Tell experts from replicas of tensor parallelism, which have equal meshes too."""
-    groups = model.param_and_grad_buffer.parameter_groups
-    experts = {param for group in groups if group.is_expert_param for param in group.params}
-    for parameter in parameters:
-        if parameter.orig_param in experts:
-            setattr(parameter, OTHER_EXPERTS, True)
 
 
 def _follow_experimental(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> None:

@@ -47,7 +47,8 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     if names := list(state_dict.get("dedicated", ())):
         # dmuon scales updates by 0.2 sqrt(max(m, n)), and its second group is AdamW's.
         given = [{"adjust_lr_fn": "match_rms_adamw", **given[0], "params": names, "param_names": names}]
-    for group in (group for group in given if other_algorithm(group) is None):
+    # Keller Jordan's `use_muon`, or dion's `algorithm`, marks groups of other algorithms.
+    for group in (g for g in given if g.get("use_muon", True) and g.get("algorithm", "muon") == "muon"):
         values = hyperparameters_of({**group, **hyperparameters})
         copied = {key: group[key] for key in ("params", "param_names", "initial_lr") if key in group}
         groups.append({**values, **copied})
@@ -98,10 +99,3 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         groups.append({**converted_group, "ns_coefficients": steps[0]})
     state = {key: {"momentum_buffer": value["momentum_buffer"]} for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
-
-
-def other_algorithm(group: Mapping[str, Any]) -> str | None:
-    """The key that marks a group of another algorithm than Muon: Keller Jordan's `use_muon`, or dion's `algorithm`."""
-    if not group.get("use_muon", True):
-        return "use_muon"
-    return "algorithm" if group.get("algorithm", "muon") != "muon" else None

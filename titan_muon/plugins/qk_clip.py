@@ -93,12 +93,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class LogitReport:
-    """The logits since the last report, equal on every rank.
-
-    Attributes:
-        max_logit: by observed layer.
-        heads_above_threshold: summed over steps.
-    """
+    """The logits since the last report, equal on every rank: the largest by observed layer, and a sum over steps."""
 
     max_logit: dict[str, float]
     heads_above_threshold: int

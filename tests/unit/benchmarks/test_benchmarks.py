@@ -22,7 +22,7 @@ from benchmarks.rehearsal.launches import BLOCKS, CHUNK, Launches, list_launches
 from tests.dist.harness import run_program
 from titan_muon.forecast.fake_world import forget_meshes
 from titan_muon.options import Machine
-from titan_muon.planner.machine import machine_of
+from titan_muon.planner.machine import planning_machine
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -224,6 +224,6 @@ def test_the_measured_machine_is_one_for_the_planner() -> None:
     assert links.link_of(rows) == (pytest.approx(40e9, rel=1e-6), pytest.approx(12e-6, rel=0.01))
     flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
     measured = links.MeasuredMachine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12)
-    machine = machine_of(Machine(name="h100x8", file="machine.json"), "cuda", json.dumps(asdict(measured)))
+    machine = planning_machine(Machine(name="h100x8", file="machine.json"), "cuda", json.dumps(asdict(measured)))
     assert (machine.flops, machine.memory, machine.network.bandwidth) == (flops, 3e12, 41.3e9)
-    assert machine.node == machine_of(Machine(name="h100x8")).node, "nothing was measured within a node"
+    assert machine.node == planning_machine(Machine(name="h100x8")).node, "nothing was measured within a node"

@@ -29,7 +29,7 @@ from titan_muon.engine.faults.faults import REMEDIES
 from titan_muon.engine.tensors.storage import missing_streams
 from titan_muon.kernels import fused
 from titan_muon.options import Machine, MuonOptions
-from titan_muon.planner.machine import ERROR, MACHINES, machine_of
+from titan_muon.planner.machine import ERROR, MACHINES
 from titan_muon.selection import algorithm_of
 from titan_muon.trainer import device
 from titan_muon.trainer.commands import start, sweep
@@ -373,5 +373,5 @@ def test_a_recipe_loads_on_top_of_a_shipped_one(block: str, tmp_path: Path) -> N
 
 def test_the_rates_of_a_machine_are_read() -> None:
     (rates,) = re.findall(r"```json\n(.*?)```", read(DOCS / "recipes.md"), re.S)
-    machine = machine_of(Machine(file="machine.json"), measured=rates)
+    machine = planning_machine(Machine(file="machine.json"), measured=rates)
     assert (machine.network.bandwidth, machine.flops["float32"]) == (22e9, 5e13)

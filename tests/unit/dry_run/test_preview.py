@@ -22,7 +22,7 @@ from titan_muon.assignment.rules import Assignment
 from titan_muon.engine.layout.types import Replicate, Shard
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.forecast.lines import plan_lines
-from titan_muon.forecast.memory import memory_per_rank
+from titan_muon.forecast.model import PlannedModel, memory_per_rank
 from titan_muon.planner.summary import summarize
 
 WORLD = 8
@@ -198,7 +198,8 @@ def test_the_dry_run_counts_the_memory_of_states_and_step(rule: str) -> None:
     _, peak, _ = allocated(muon.step)
     assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in shapes.items())
     optimizers = OptimizerSet(assigned, assigned, {}, {"muon": muon}, tuple(parameters), ())
-    memory = memory_per_rank(parameters, optimizers, muon.plan, summarize(muon.plan), {}, "cpu")
+    model = PlannedModel(1, range(1), "cpu", parameters, optimizers, muon.plan)
+    memory = memory_per_rank(model, summarize(muon.plan), {})
     states = [tensor for state in muon.state.values() for tensor in state.values()]
     assert memory.optimizer_states == sum(tensor.nbytes for tensor in states)
     assert memory.orthogonalization == pytest.approx(peak, rel=0.1)

@@ -22,7 +22,7 @@ from titan_muon.features.forward import ForwardUpdates
 from titan_muon.features.private import GatheredGroup, own_groups
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.options import Overlap
-from titan_muon.planner.machine import machine_of
+from titan_muon.planner.machine import planning_machine
 from titan_muon.planner.timeline import timeline
 from titan_muon.plugins.forward_hooks import forward_updates
 
@@ -131,7 +131,7 @@ def test_only_rounds_behind_the_first_layers_are_hidden() -> None:
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]
     assert small == sorted(small), "of matrices that are alike the first parameter's results are needed first"
     assert plan.buffer_sets == plan.rounds > 2, "all that is left has buffers of its own"
-    played, without = (timeline(plan, machine_of(SLOW), overlap=overlap) for overlap in ("forward", "none"))
+    played, without = (timeline(plan, planning_machine(SLOW), overlap=overlap) for overlap in ("forward", "none"))
     assert played.last.seconds < without.last.seconds
     assert played.hidden is not None
     assert played.last.seconds + played.hidden == pytest.approx(without.last.seconds)

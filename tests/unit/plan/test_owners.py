@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plans import examples, matrix, mesh_of, parameter_lists, parameter_of, ranks_of, work
+from tests.unit.plans import examples, matrix, mesh_of, parameter_lists, parameter_of, ranks_of, searched, work
 from titan_muon.engine.layout.intervals import Geometries, Pieces
 from titan_muon.engine.layout.types import Bucket, Parameter, Plan, Replicate, Separate, Shard
 from titan_muon.engine.layout.work import Work, standard_flops
@@ -26,7 +26,6 @@ from titan_muon.planner.owners import (
     with_state_ranks,
 )
 from titan_muon.planner.ownership import OwnedItem, Ownership, assign_owners
-from titan_muon.planner.planner import make_plan
 from titan_muon.planner.totals import Totals
 
 # Matrices that travel
@@ -90,7 +89,7 @@ def test_the_states_of_matrices_spread_over_the_ranks() -> None:
         works = [
             Work("soap", side**3, bytes=1, state_bytes=state) for side, state in ((512, 0), (64, size), (64, size))
         ]
-        plan = make_plan(parameters, lambda parameter, rows, cols, works=works: works[parameter], MuonOptions())
+        plan = searched(parameters, lambda parameter, rows, cols, works=works: works[parameter], MuonOptions())
         owner = {m: o for bucket in plan.buckets for m, o in zip(bucket.matrices, bucket.owners, strict=True)}
         holders.append(len({owner[1], owner[2]}))
     assert holders == [1, 2]
@@ -98,7 +97,7 @@ def test_the_states_of_matrices_spread_over_the_ranks() -> None:
 
 def test_an_owner_gets_neighbours_at_the_cost_of_before() -> None:
     """Six ranks cut the rows of each of 12 experts. The search deals the experts in turn."""
-    plan = make_plan([parameter_of("layers.0.experts", (12, 12, 8), mesh_of(6), Shard(1))], work, MuonOptions())
+    plan = searched([parameter_of("layers.0.experts", (12, 12, 8), mesh_of(6), Shard(1))], work, MuonOptions())
     for bucket in plan.buckets:
         assert list(bucket.matrices) == sorted(bucket.matrices)
         assert len(list(groupby(bucket.owners))) == len({*bucket.owners})
@@ -213,14 +212,14 @@ HSDP = mesh_of(2, 2), Replicate(), Shard(0)
 
 
 def kept_on_owners(parameters: list[Parameter]) -> Plan:
-    return make_plan(with_state_ranks(parameters, OWNER, work, {}), work, OWNER)
+    return searched(parameters, work, OWNER)
 
 
 def held_by_ranks(plan: Plan) -> dict[int, dict[int, int]]:
     """Elements of momentum by rank and parameter; the sums are those of the summary."""
     placed, geometries = list(enumerate(plan.parameters)), Geometries(plan.parameters)
     held = {
-        rank: {n: state_elements(p, geometries[n], rank) for n, p in placed if rank in p.layout.mesh.ranks}
+        rank: {n: state_elements(geometries[n], p.state_ranks, rank) for n, p in placed if rank in p.layout.mesh.ranks}
         for rank in ranks_of(plan)
     }
     assert state_totals(plan, geometries) == Counter({rank: sum(mine.values()) for rank, mine in held.items()})

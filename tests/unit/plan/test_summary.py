@@ -25,6 +25,7 @@ from tests.unit.plans import (
     plan_of,
     plans,
     ranks_of,
+    searched,
 )
 from titan_muon.engine.exchange.exchange import bucket_buffers, wire_dtypes
 from titan_muon.engine.layout.intervals import Geometry
@@ -38,10 +39,8 @@ from titan_muon.planner.machine import (
     STEP_OPERATORS,
     Link,
     MachineRates,
-    machine_of,
     planning_machine,
 )
-from titan_muon.planner.planner import make_plan
 from titan_muon.planner.search import CandidatePlan
 from titan_muon.planner.summary import RankCost, summarize
 from titan_muon.planner.timeline import timeline
@@ -180,7 +179,7 @@ def test_planning_makes_few_objects_for_ranks_that_are_alike(monkeypatch: pytest
 def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], budget: int, exchange: str) -> None:
     try:
         options = MuonOptions(buffer_gib=budget / 2**30, exchange=exchange)
-        plan = make_plan(parameters, mixed_work, options)
+        plan = searched(parameters, mixed_work, options)
     except OptionError:
         return
     assert summarize(plan).buffer_bytes_max <= budget
@@ -338,5 +337,5 @@ def test_a_file_and_ranks_per_node_override_the_named_machine() -> None:
     options = machine_file("h200x8", ranks_per_node=4, tflops=100, network_gb=20, node_latency_us=3, launch_us=2)
     assert planning_machine(options, "cuda") == wanted != MACHINES["h200x8"]
     without_links = {"flops": dict(wanted.flops), "memory_bandwidth": 1e12}
-    machine = machine_of(Machine(name="h200x8", file="x.json"), "cuda", json.dumps(without_links))
+    machine = planning_machine(Machine(name="h200x8", file="x.json"), "cuda", json.dumps(without_links))
     assert machine == replace(MACHINES["h200x8"], flops=wanted.flops, memory=1e12)

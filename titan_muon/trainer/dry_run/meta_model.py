@@ -14,7 +14,6 @@ from torchtitan.tools import utils as device_utils
 
 from titan_muon.assignment.groups import named_parameters_of
 from titan_muon.forecast.fake_world import fake_world
-from titan_muon.forecast.memory import muon_of
 from titan_muon.forecast.model import PlannedModel, plan_of
 from titan_muon.trainer.assign.container import HybridOptimizers, parts_of_config
 from titan_muon.trainer.device import planning_for, this_device
@@ -63,7 +62,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         parts, size = _sharded_parts(config, world_size)
         assert isinstance(config.optimizer, HybridOptimizers.Config), "the recipe builds this container"
         built = parts_of_config(config.optimizer, parts, config.optimizer.model)
-        plan = plan_of(muon_of(built), kind)
+        plan = plan_of(built.muon, kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
         return MetaModel(world_size, ranks, kind, named_parameters_of(parts), built, plan, sent, size)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from titan_muon.forecast.memory import Memory
-from titan_muon.forecast.model import Estimate, estimate_of
+from titan_muon.forecast.model import Estimate, Memory, estimate_of
 from titan_muon.options import plural
 from titan_muon.planner.machine import ERROR, MachineRates
 from titan_muon.trainer.checks.start import check_machine

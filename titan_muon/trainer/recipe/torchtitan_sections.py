@@ -15,11 +15,11 @@ from titan_muon.ranges import (
     MAY_CHANGE,
     NOT_NEGATIVE,
     POSITIVE,
+    SHARE,
     TEXT,
     Constraint,
     MayChange,
     at_least,
-    from_to,
     list_of,
     one_of,
 )
@@ -44,7 +44,7 @@ Natural = Annotated[int, NOT_NEGATIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Positive = Annotated[float, POSITIVE]
 Fraction = Annotated[float, FRACTION]
-Share = Annotated[float, from_to(0, 1)]
+Share = Annotated[float, SHARE]
 Text = Annotated[str, TEXT]
 Texts = Annotated[tuple[str, ...], list_of(TEXT)]
 InsideRun = Annotated[str, Constraint("a relative path inside the run's folder", _is_inside)]

@@ -18,7 +18,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.assignment.table import decay_lines, frozen_lines, parameter_table
 from titan_muon.engine.tensors.process_groups import default_store
 from titan_muon.forecast.lines import optimizer_lines, owned_step_lines, owner_lines, owner_summary, plan_lines
-from titan_muon.forecast.memory import owner_loads
+from titan_muon.forecast.model import owner_loads
 from titan_muon.options import plural
 from titan_muon.planner.summary import summarize
 from titan_muon.trainer.checks.start import check_machine, check_start, data_facts, start_facts

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from titan_muon.assignment.rules import Assignment
-from titan_muon.forecast.memory import Memory
+from titan_muon.forecast.model import Memory
 from titan_muon.planner.machine import MACHINES
 from titan_muon.trainer.dry_run.training import TRAINING_SHARE, ModelSize, Passes, PassMemory, Training
 from titan_muon.trainer.dry_run.verdict import Verdict, memory_parts

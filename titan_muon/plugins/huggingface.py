@@ -1,18 +1,33 @@
-"""QK-clip for models of Hugging Face: weight rows of each head, and the largest logits of their attention."""
+"""Parts for Hugging Face: the optimizer of a Trainer, and QK-clip with the largest logits of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.tensors.names import canonical_fqn
+from ..hybrid import Hybrid
 from .qk_clip import AttentionLayer, HeadWeight, QKClip, key_rows, query_rows
 
 OBSERVED = "sdpa_with_logits"
 """Name of the attention in Transformers' registries."""
+
+
+def trainer_optimizer(model: nn.Module, arguments: Any, **options: Any) -> tuple[type[Hybrid], dict[str, Any]]:
+    """The argument `optimizer_cls_and_kwargs` of a Trainer: a Hybrid of the model.
+
+    Learning rate, weight decay, and AdamW's betas and eps come from `arguments`; `options` come before.
+
+    Args:
+        model: as given to the Trainer.
+        arguments: `transformers.TrainingArguments`, or a subclass as `trl.SFTConfig`.
+        options: other keywords of `Hybrid`.
+    """
+    adamw = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    rates = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
+    return Hybrid, {"model": model, **rates, **options, "adamw": {**adamw, **options.get("adamw", {})}}
 
 
 def transformers_qk_clip(
@@ -24,16 +39,18 @@ def transformers_qk_clip(
     pass over the logits finds the largest, with the logits of one key head in memory at a time. Call this after the
     model is sharded (`fully_shard`, DDP) and before the first forward.
 
-    Args:
-        threshold, alpha, clips: as of `QKClip`.
-
-    Raises ValueError for a model without such attention, for queries that a norm or a gate follows, for another
-    attention implementation, and as `QKClip`.
+    Arguments as of `QKClip`. Raises ValueError for a model without such attention, for queries that a norm or a gate
+    follows, for another attention implementation, and as `QKClip`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    names = dict(_attention(model))
+    names: dict[str, Any] = {
+        canonical_fqn(name): module
+        for name, module in model.named_modules()
+        if hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        if isinstance(getattr(module, "head_dim", None), int)
+    }
     # A wrapper, as of DDP or PEFT, may be no model of Transformers.
     parts: list[Any] = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
     if not (names and parts):
@@ -52,13 +69,6 @@ def transformers_qk_clip(
     AttentionMaskInterface.register(OBSERVED, sdpa_mask)
     parts[0].set_attn_implementation(OBSERVED)
     return clip
-
-
-def _attention(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        projects = hasattr(module, "q_proj") and hasattr(module, "k_proj")
-        if projects and isinstance(getattr(module, "head_dim", None), int):
-            yield canonical_fqn(name), module
 
 
 def _layer(name: str, attention: Any, *, clips: bool) -> AttentionLayer:
