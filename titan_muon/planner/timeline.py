@@ -9,7 +9,6 @@ from functools import cache, partial
 from itertools import takewhile
 from operator import mul
 
-from ..engine.layout.intervals import Ranks
 from ..engine.layout.types import Bucket, Plan
 from ..engine.layout.work import ElementwiseCost
 from ..engine.program.phases import Act, Turn, late_rounds, schedule
@@ -132,7 +131,7 @@ class Clock:
         self._cost, self.hidden, self._links = cost, hidden, links
         self.now, self.after_step, self._wires = ([0.0] * len(cost.by_class) for _ in range(3))
         self.computed = 0.0
-        self._streams: dict[Ranks, float] = {}
+        self._streams: dict[tuple[int, ...], float] = {}
         self._arrived = [0.0] * len(cost.buckets)
         opening, turns = schedule(cost.rounds, max(1, min(buffer_sets, cost.rounds)))
         by_round: list[list[int]] = [[] for _ in range(cost.rounds)]
@@ -179,12 +178,13 @@ class Clock:
         if not any(seconds):
             return
         bucket, now, wires = self._cost.buckets[index], self.now, self._wires
-        free = max(max(now[alike], wires[alike]) for alike in bucket.shares)
-        start = max(self._streams.get(bucket.group, 0.0), free)
-        for alike, mine in zip(bucket.shares, seconds, strict=True):
+        classes = tuple(bucket.shares)
+        free = max(max(now[alike], wires[alike]) for alike in classes)
+        start = max(self._streams.get(classes, 0.0), free)
+        for alike, mine in zip(classes, seconds, strict=True):
             wires[alike] = start + mine * self._links
         end = start + (max(seconds) + bucket.latency) * self._links
-        self._streams[bucket.group] = self._arrived[index] = end
+        self._streams[classes] = self._arrived[index] = end
 
 
 def _rank_time(cost: PlanCost, clock: Clock, shapes: int, entries: int, alike: int) -> RankTime:

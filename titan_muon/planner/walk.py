@@ -5,7 +5,6 @@ The search, the timeline, the summary and the forecast of memory read its result
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
@@ -74,10 +73,10 @@ class Costs:
 
     def local(self, local: Sequence[Ranks]) -> list[OwnedCost]:
         """The cost of each rank's local matrices."""
-        by_kind = {rank: Counter[int]() for rank in self.pieces.ranks()}
+        by_kind: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
-                by_kind[rank][kind] += 1
+                by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
         return [self.owned(tuple(sorted(kinds.items()))) for kinds in by_kind.values()]
 
     def latency(self, group: Ranks) -> float:
@@ -161,12 +160,11 @@ class Share(NamedTuple):
 
 
 class BucketCost(NamedTuple):
-    """The share of each class of ranks in a bucket, by number as in `PlanCost.class_of`.
+    """The share of each class of ranks in a bucket, by number as in `PlanCost.class_of`: equal numbers for a group.
 
     `latency`: seconds of an empty collective.
     """
 
-    group: Ranks
     round: int
     latency: float
     shares: dict[int, Share]
@@ -216,7 +214,7 @@ class PlanCost:
         classes: dict[tuple[tuple[int, int], ...], int] = {}
         self.class_of = [classes.setdefault(tuple(key), len(classes)) for key in keys.values()]
         self.by_class = [[shares[number] for _, number in key] for key in classes]
-        self.buckets = [BucketCost(b.group, b.round, costs.latency(b.group), {}) for b in buckets]
+        self.buckets = [BucketCost(b.round, costs.latency(b.group), {}) for b in buckets]
         for alike, key in enumerate(classes):
             for index, number in key[1:]:
                 self.buckets[index].shares[alike] = shares[number]
