@@ -29,7 +29,7 @@ from titan_muon.engine.faults.faults import REMEDIES
 from titan_muon.engine.tensors.storage import missing_streams
 from titan_muon.kernels import fused
 from titan_muon.options import Machine, MuonOptions
-from titan_muon.planner.machine import ERROR, MACHINES
+from titan_muon.planner.machine import ERROR, MACHINES, planning_machine
 from titan_muon.selection import algorithm_of
 from titan_muon.trainer import device
 from titan_muon.trainer.commands import start, sweep
