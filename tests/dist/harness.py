@@ -17,11 +17,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # A process that is forked after a look for GPUs cannot use them.
@@ -56,8 +58,6 @@ SECONDS_AFTER_A_DEATH = 20.0
 
 def _work(rank: int, size: int, rendezvous: str, tasks: Connection, quiet: bool) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    import torch
-
     torch.set_num_threads(1)
     if quiet:
         warnings.simplefilter("ignore")
@@ -148,11 +148,8 @@ class World:
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
     """The results of `fn(rank, world_size, *args)` on every rank of a new world, as `World.run`."""
-    world = World(world_size)
-    try:
+    with closing(World(world_size)) as world:
         return world.run(fn, *args, timeout=timeout)
-    finally:
-        world.close()
 
 
 def on_ranks(size: int, timeout: float = 180.0) -> Callable[[Callable[..., None]], Callable[..., None]]:

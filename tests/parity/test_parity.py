@@ -117,5 +117,4 @@ def test_random_rows_have_the_bits_of_the_reference(worlds: dict[int, World], ma
         is_refused = all(texts and texts[0].startswith("refused") for texts in different)
         assert is_refused or not any(different), f"{row}: {different}"
         refused += is_refused
-    print(f"{SEEDS} seeds, {refused} refused")
     assert refused < SEEDS / 2 + 1
