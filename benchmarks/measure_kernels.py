@@ -11,8 +11,7 @@ from torch import Tensor
 
 from titan_muon.engine.orthogonalize import DTYPES, Product
 from titan_muon.engine.orthogonalize.newton_schulz import plain
-from titan_muon.kernels.dispatch import Kernel
-from titan_muon.kernels.measured import installed, product_of
+from titan_muon.kernels.dispatch import Kernel, installed, product_of
 
 MARGIN = 1.05
 """Minimum speedup of a kernel."""

@@ -146,9 +146,3 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         name.replace("_checkpoint_wrapped_module.", ""): gather(parameter)
         for name, parameter in model.named_parameters()
     }
-
-
-def unsharded_bytes(owners: Owners) -> int:
-    """Bytes of the unsharded parameters of all groups."""
-    buffers = (hooks.group._buffer for hooks in owners.context.hooks)
-    return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)

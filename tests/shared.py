@@ -58,3 +58,9 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func] += 1
         return func(*args, **(kwargs or {}))
+
+
+def unsharded_bytes(owners: Any) -> int:
+    """Bytes of the unsharded parameters of all groups."""
+    buffers = (hooks.group._buffer for hooks in owners.context.hooks)
+    return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)

@@ -19,6 +19,7 @@ from .engine.faults.skip import SkipsSteps
 from .engine.state.saved import after_pre_hooks, checked_state
 from .engine.state.states import moved_state, needs_move, new_state, resolved
 from .engine.step.foreach import batched_by_kind
+from .engine.step.gradients import nonfinite
 from .engine.tensors.dtensor import is_host, local, on_device, step_device
 from .engine.tensors.names import named_parameters, names_in
 from .engine.tensors.storage import placement_key
@@ -102,7 +103,16 @@ class GradientFaults:
             missing = Fault.NO_GRADIENT in faults
         broken = torch.full((), missing, device=report.device)
         if not scaled:
-            broken = broken | self._nonfinite(grads, report, start, skipped)
+            held = (None if grad is None else local(grad) for grad in grads)
+            numbers, not_finite = nonfinite(held, math.inf, report.device)
+            places = [start + number for number in numbers]
+            if self._places != places or self._numbers.device != report.device:
+                indices = torch.tensor(places, dtype=torch.int64, device="cpu")
+                self._places, self._numbers = places, on_device(indices, report.device)
+            # A norm over all gradients has its own error.
+            faulty = not_finite if skipped is None else not_finite & ~skipped
+            report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
+            broken = broken | not_finite.any()
         if self.reporter is None:
             report.send()
         return broken
@@ -130,22 +140,6 @@ class GradientFaults:
         # Outside of the mesh, and where Megatron-FSDP keeps no rows.
         nothing = isinstance(parameter, DTensor) and local(parameter).numel() == 0
         return Fault.NONE if nothing else Fault.NO_GRADIENT
-
-    def _nonfinite(
-        self, grads: Sequence[Tensor | None], report: FaultReport, start: int, skipped: Tensor | None
-    ) -> Tensor:
-        stored = [(start + i, g) for i, grad in enumerate(grads) if grad is not None and (g := local(grad)).numel() > 0]
-        if not stored:
-            return torch.zeros((), dtype=torch.bool, device=report.device)
-        norms = torch.stack(torch._foreach_norm([grad for _, grad in stored], math.inf))
-        broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
-        places = [place for place, _ in stored]
-        if self._places != places or self._numbers.device != report.device:
-            self._places, self._numbers = places, on_device(torch.tensor(places, device="cpu"), report.device)
-        # A norm over all gradients has its own error.
-        faulty = broken if skipped is None else broken & ~skipped
-        report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
-        return broken.any()
 
 
 class AdamW(SkipsSteps, torch.optim.AdamW):

@@ -105,13 +105,11 @@ def select(
         options = replace(options, keep_buffers=True)
         kept = "a step is one CUDA graph, not measured on a GPU, and its buffers and workspace stay between steps"
         note = "; ".join(filter(None, (note, kept)))
-    from .kernels.dispatch import Dispatch
+    from .kernels.dispatch import Dispatch, kernels_for
 
     dispatch = Dispatch(options.orthogonalize, options.ns_dtype, device.type)
     planner: Planner = plan_by_rule
     if device.type == "cuda" or options.ns_kernel not in ("auto", "plain"):
-        from .kernels.measured import kernels_for
-
         dispatch = replace(dispatch, kernels=kernels_for(options.ns_kernel, device))
     if options.planner != "rule":
         from .planner.machine import planning_machine

@@ -23,8 +23,7 @@ from benchmarks.bench_orthogonalize import JORDAN, MODELS, torch_loop
 from benchmarks.measure_kernels import graph_of, measure_kernels
 from benchmarks.one_gpu.links import matmul_rate, seconds, wait
 from titan_muon.engine.orthogonalize import Method, orthogonalize
-from titan_muon.kernels.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, Dispatch, Kernel, restarts
-from titan_muon.kernels.measured import installed
+from titan_muon.kernels.dispatch import GRAM_ASPECT, HALVES, KERNEL_SIDES, Dispatch, Kernel, installed, restarts
 from titan_muon.options import Machine
 from titan_muon.planner.machine import LAUNCHES, MachineRates, planning_machine
 

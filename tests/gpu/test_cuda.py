@@ -24,7 +24,7 @@ from tests.shared import muon_keywords
 from titan_muon import Muon
 from titan_muon.engine.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
 from titan_muon.engine.orthogonalize.newton_schulz import plain
-from titan_muon.kernels.measured import product_of
+from titan_muon.kernels.dispatch import product_of
 
 # Tensors of two fake GPUs do not mix, so all tests use one fake GPU.
 FAKE_GPU = FakeGpu()

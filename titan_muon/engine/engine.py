@@ -31,7 +31,7 @@ from .state.states import MatrixStates, kept_by
 from .step.algorithm import Algorithm, PlanContext, work_of
 from .step.feature import BuiltStep, FeaturesOf
 from .step.foreach import StepContext, methods_of
-from .step.gradients import ITERATION_KEYS, SeenInputs, StepGradients, checked_inputs
+from .step.gradients import ITERATION_KEYS, SeenInputs, StepGradients, checked_inputs, nonfinite
 from .step.muon import highest_rate
 from .step.step import LateUpdates, MuonStep, trace_range
 from .step.views import build_views
@@ -318,7 +318,8 @@ class Engine:
         pairs = zip(gradients.grads, rank.params, strict=True)
         if any(grad is None and param.on_mesh for grad, param in pairs):
             return torch.ones((), dtype=torch.bool, device=rank.device)
-        numbers, broken = ([], None) if scaled else gradients.nonfinite(rank.device)
+        # Newton-Schulz cannot normalize by a norm that overflows.
+        numbers, broken = ([], None) if scaled else nonfinite(gradients.grads, 2, rank.device)
         if not numbers or broken is None:
             return torch.zeros((), dtype=torch.bool, device=rank.device)
         rank.report.add_where(rank.numbers(numbers), broken, Fault.NOT_FINITE)

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..engine.layout.types import Parameter
+from ..engine.state.states import new_state
 from ..engine.step.algorithm import Algorithm, Decorated, PlanContext, Tensors
 from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import MomentumCall, StepContext
 from ..engine.step.rounding import hash_counts
-from ..engine.tensors.dtensor import copy_rows, from_local, local, storage_device
+from ..engine.tensors.dtensor import from_local, local
 from ..engine.tensors.storage import STEP
 from ..options import OptionError
 
@@ -76,12 +77,9 @@ def new_scales(parameter: Tensor) -> Tensor:
     """Scales of zeros, placed like the parameter: a scale for each block of a row."""
     tensors = local(parameter), parameter
     stored, whole = (torch.empty(*t.shape[:-1], -(-t.shape[-1] // SCALE_BLOCK), device="meta") for t in tensors)
-    scales = torch.zeros(stored.shape, dtype=torch.float32, device=storage_device(parameter))
-    if not isinstance(parameter, DTensor):
-        return scales
-    placed = from_local(scales, parameter.device_mesh, parameter.placements, whole)
-    copy_rows(parameter, placed)
-    return placed
+    if isinstance(parameter, DTensor):
+        stored = from_local(stored, parameter.device_mesh, parameter.placements, whole)
+    return new_state(parameter, torch.float32, "none", stored)
 
 
 def decoded(numbers: Tensor, scales: Tensor) -> Tensor:

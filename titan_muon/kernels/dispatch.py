@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +35,10 @@ BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Capabilities for fast bfloat16 products: x86, then ARM."""
 HALVES = ("float16", "bfloat16")
 """Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
+CAPABILITIES = (9, 10)
+"""Major compute capabilities with symmetric kernels."""
+MEASURED = Path(__file__).with_name("measured.json")
+"""Kernels by the name of a GPU, by hand from `benchmarks/one_gpu/newton_schulz.py`."""
 
 
 def cpu_has_bfloat16() -> bool:
@@ -48,6 +56,43 @@ class Kernel:
     products: str
     count: int = 1
     product: Product | None = field(default=None, compare=False, repr=False)
+
+
+def measured_kernels(gpu: str, file: Path = MEASURED) -> list[dict[str, Any]]:
+    """Fields of `Kernel` for a GPU's name; none without a measurement."""
+    entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")).get(gpu, {}).get("kernels", [])
+    return [entry for entry in entries if entry["products"] in ("plain", *installed())]
+
+
+def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
+    """The kernels for the option `ns_kernel`. Raises OptionError for a kernel without support."""
+    if choice == "auto":
+        has_gpu = device.type == "cuda" and torch.cuda.is_available()
+        entries = measured_kernels(torch.cuda.get_device_name(device)) if has_gpu else ()
+        return tuple(Kernel(**entry, product=product_of(entry["products"])) for entry in entries)
+    if choice == "plain":
+        return ()
+    if device.type != "cuda" or choice not in installed():
+        raise OptionError("ns_kernel", f"= {choice!r} needs CUDA and the package triton; install it or choose 'auto'")
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)[0]) not in CAPABILITIES:
+        problem = f"needs a GPU of compute capability 9 or 10 (tensor memory accelerator), not {capability}"
+        raise OptionError("ns_kernel", f"= {choice!r} {problem}; choose 'auto'")
+    return tuple(Kernel(dtype, 1, choice, product=product_of(choice)) for dtype in HALVES)
+
+
+def product_of(name: str) -> Product | None:
+    """The product for `triton`, and None for `plain`."""
+    if name == "plain":
+        return None
+    # On use, because only CUDA builds of PyTorch include Triton.
+    from .symmetric import symmetric_product
+
+    return symmetric_product
+
+
+def installed() -> list[str]:
+    """The kernels whose packages are installed."""
+    return ["triton"] if any(distributions(name="triton")) else []
 
 
 @dataclass(frozen=True)
@@ -81,17 +126,14 @@ class Dispatch:
     def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
         """The method for a matrix. Raises OptionError as `with_margin`."""
         candidates = with_margin(self._candidates(rows, cols, len(steps)), steps)
-        if self.algorithm == "reference":
-            (best,) = candidates
-            # On a GPU only the products go matrix by matrix, and larger buckets take fewer launches.
-            batch = 1 if self.device == "cpu" else self.rates.batch_bytes // best.work_bytes(rows, cols, self.device)
-            return replace(best, batch=max(1, batch))
         # Not by timing, because plans would differ between ranks.
         seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
         best = min(candidates, key=lambda method: seconds[method])
-        batch = max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
+        # On a GPU only the products of the reference go matrix by matrix, and larger buckets take fewer launches.
+        alone = self.algorithm == "reference" and self.device == "cpu"
+        batch = 1 if alone else max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
         best = replace(best, batch=batch, reason=self._reason(best, seconds))
-        return self._with_kernel(best, rows, cols)
+        return best if self.algorithm == "reference" else self._with_kernel(best, rows, cols)
 
     @property
     def rates(self) -> MethodRates:
@@ -113,12 +155,8 @@ class Dispatch:
         unbroken = small <= UNBROKEN_ROWS and large >= UNBROKEN_ASPECT * small and steps <= UNBROKEN_STEPS
         if "float32" in dtypes and unbroken:
             grams.append(Method("gram", "float32"))
-        if self.algorithm == "standard":
-            return standard
-        if self.algorithm == "gram":
-            return grams
         pays = small >= GRAM_ROWS and large >= GRAM_ASPECT * small
-        return [*standard, *(grams if pays else ())]
+        return {"standard": standard, "gram": grams, "auto": standard + grams * pays}[self.algorithm]
 
     def _seconds(self, method: Method, rows: int, cols: int, steps: Coefficients) -> float:
         """Seconds of products or of memory passes, the longer of both, for a full batch."""

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, unsharded_bytes, whole
+from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import on_all_ranks, on_ranks, run_ranks
+from tests.shared import unsharded_bytes
 from titan_muon import Owners, own
 from titan_muon.engine.tensors.dtensor import local
 from titan_muon.owned import is_owned

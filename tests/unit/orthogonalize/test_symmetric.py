@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_muon.kernels.measured import MEASURED, kernels_for, measured_kernels
+from titan_muon.kernels.dispatch import MEASURED, kernels_for, measured_kernels
 from titan_muon.options import OptionError
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ PROGRAM = """
 import itertools, torch
 from benchmarks.accuracy import relative_error
 from titan_muon.engine.orthogonalize import coefficients, iterate
-from titan_muon.kernels.measured import product_of
+from titan_muon.kernels.dispatch import product_of
 from titan_muon.kernels.symmetric import Tile, symmetric_product
 
 TILES = Tile(side=32, depth=32, specialized=True), Tile(side=16, wide=2, depth=16)
@@ -94,7 +94,7 @@ def test_shipped_kernels_are_of_the_named_gpu_and_need_the_kernels_package(tmp_p
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"GPU X": {"source": "measured", "kernels": kernels}}))
     for packages in ([], ["triton"]):
-        monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda packages=packages: packages)
+        monkeypatch.setattr("titan_muon.kernels.dispatch.installed", lambda packages=packages: packages)
         assert [entry["products"] for entry in measured_kernels("GPU X", file)] == ["plain", *packages]
     assert measured_kernels("GPU Y", file) == []
 
@@ -108,8 +108,8 @@ def test_the_shipped_file_has_measured_entries_of_known_kernels_alone() -> None:
 def test_a_gpu_takes_its_measured_kernels_or_refuses_them_and_a_cpu_has_plain_products(monkeypatch: Any) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert kernels_for("auto", cpu) == kernels_for("plain", cpu) == ()
-    monkeypatch.setattr("titan_muon.kernels.measured.installed", lambda: ["triton"])
-    monkeypatch.setattr("titan_muon.kernels.measured.product_of", lambda products: None)
+    monkeypatch.setattr("titan_muon.kernels.dispatch.installed", lambda: ["triton"])
+    monkeypatch.setattr("titan_muon.kernels.dispatch.product_of", lambda products: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, products in (("NVIDIA H200", {"plain", "triton"}), ("GPU Y", set())):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices, unsharded_bytes
+from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices
 from tests.dist.owned.test_owned import loss_of as mixture_loss
 from tests.dist.owned.test_owned import make as make_mixture
+from tests.shared import unsharded_bytes
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Owners, own
 from titan_muon.forecast.fake_world import fake_world

@@ -49,22 +49,22 @@ class StepGradients:
         grad = self.grads[parameter]
         return None if grad is None else grad.dtype
 
-    def nonfinite(self, device: torch.device) -> tuple[list[int], Tensor]:
-        """Parameters with elements on this rank, and (count,) bool on `device`: whether the gradient is not finite."""
-        present = [(i, grad) for i, grad in enumerate(self.grads) if grad is not None and grad.numel() > 0]
-        if not present:
-            return [], torch.zeros(0, dtype=torch.bool, device=device)
-        grads = [grad for _, grad in present]
-        # Newton-Schulz cannot normalize by a norm that overflows.
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=norm_dtype(grads))).float()
-        return [i for i, _ in present], norms.isfinite().logical_not_().to(device, non_blocking=True)
-
     def release(self, parameters: Iterable[int]) -> None:
         """Free these gradients."""
         for index in parameters:
             if self.grads[index] is not None:
                 self.grads[index] = None
                 self.params[index].param.grad = None
+
+
+def nonfinite(grads: Iterable[Tensor | None], order: float, device: torch.device) -> tuple[list[int], Tensor]:
+    """Places of local gradients with elements, and (count,) bool on `device`: whether the norm is not finite."""
+    present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel() > 0}
+    if not present:
+        return [], torch.zeros(0, dtype=torch.bool, device=device)
+    held = list(present.values())
+    norms = torch.stack(torch._foreach_norm(held, order, dtype=norm_dtype(held))).float()
+    return list(present), norms.isfinite().logical_not_().to(device, non_blocking=True)
 
 
 def check_first_gradients(params: Sequence[TrainedParam]) -> None:
