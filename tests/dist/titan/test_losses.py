@@ -100,9 +100,6 @@ class Row:
     fast: bool = False
     says: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         keys = [need.key for need in degrees.TORCH_NEEDS if need.key in self.keys]

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import nan
 from operator import attrgetter
 from pathlib import Path
@@ -119,6 +120,9 @@ def patched(owner: Any, method: str, wrap: Change, *, ranks: Collection[int] = (
     return lambda rank: mock.patch.object(owner, method, replacement) if rank in ranks else nullcontext()
 
 
+on_rank_1 = partial(patched, ranks=[1])
+
+
 def gradients(change: Callable[[Any], None], *, ranks: Collection[int] = (1,)) -> Faulty:
     def clip(original: Change, trainer: Any) -> torch.Tensor:
         change(trainer)
@@ -165,7 +169,13 @@ REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_repl
 SAVED = {"checkpoint__enable": "true", "checkpoint__freq": 1, "checkpoint__keep_latest_k": 2}
 RARE = {**SAVED, "checkpoint__freq": 2, "metrics__log_freq": 10}
 MOE = {"model__name": "qwen3", "model__flavor": "moe_tiny"}
-RESUMED = {**RARE, "name": "healthy", "checkpoint__load": "latest"}
+RESUMED = {**RARE, "name": "healthy", "checkpoint__load": "latest", "training__steps": 5}
+VALIDATED = {"validator__enable": "true", "validator__freq": 2}
+NO_LOSS = "FloatingPointError: step 2: the loss on the held-out text"
+SKIPPABLE = (
+    "FloatingPointError: layers.1.attention.wo.weight: gradient or momentum was not finite",
+    "(muon.expert.on_bad_gradient = 'skip_step')",
+)
 MISMATCH = "RunFault: step 2: values that must be equal on ranks differ: layers.1."
 NOT_FINITE = added("tok_embeddings.weight.grad", nan)
 SKIPS = {"metrics__log_freq": 10, "muon__expert__on_bad_gradient": "skip_step"}
@@ -184,35 +194,19 @@ FAULTS: dict[str, tuple[Faulty, dict[str, object], tuple[str, ...]]] = {
     "healthy": (nullcontext, RARE, ()),
     "equal": (nullcontext, REPLICAS, ()),
     "twins": (patched(PackedDataLoader, "__init__", first_rank), {}, ("step 1: rank 1 read block 0 instead of 2",)),
-    "skips": (
-        patched(PackedDataLoader, "_make_batch", skips, ranks=[1]),
-        {"training__steps": 4},
-        ("rank 1 read block",),
-    ),
+    "skips": (on_rank_1(PackedDataLoader, "_make_batch", skips), {"training__steps": 4}, ("rank 1 read block",)),
     "nan": (gradients(NOT_FINITE), RARE, (NAN, "tok_embeddings.weight on rank 1")),
     "nan, read late": (read_late, RARE, (NAN, "tok_embeddings.weight on rank 1")),
     "passed over": (gradients(NOT_FINITE), SKIPS, ("",)),
-    "after the clip": (
-        patched(MuonTrainer, "_clip_gradients", after_the_clip, ranks=[1]),
-        # The last step, which no later step checks, and no save.
-        {"training__steps": 2},
-        # The recipe's key, not Muon's keyword.
-        (
-            "FloatingPointError: layers.1.attention.wo.weight: gradient or momentum was not finite",
-            "(muon.expert.on_bad_gradient = 'skip_step')",
-        ),
-    ),
-    "held out": (
-        patched(RunMetrics, "log_validation", no_loss),
-        {"validator__enable": "true", "validator__freq": 2},
-        ("FloatingPointError: step 2: the loss on the held-out text is not finite",),
-    ),
+    # The last step, which no later step checks, and no save. The text has the recipe's key, not Muon's keyword.
+    "after the clip": (on_rank_1(MuonTrainer, "_clip_gradients", after_the_clip), {"training__steps": 2}, SKIPPABLE),
+    "held out": (patched(RunMetrics, "log_validation", no_loss), VALIDATED, (f"{NO_LOSS} is not finite",)),
     "drift": (gradients(added("layers.1.attention.wo.weight", 1e-6)), REPLICAS, (f"{MISMATCH}attention.wo.weight",)),
     "bias": (gradients(added("layers.1.moe.expert_bias_E", 1)), {**REPLICAS, **MOE}, (f"{MISMATCH}moe.expert_bias_E",)),
     "position": (
         patched(PackedDataLoader, "load_state_dict", beyond),
-        {**RESUMED, "training__steps": 5},
-        ("the data stands +4096 tokens from where step 3 ended",),
+        RESUMED,
+        ("stands +4096 tokens from where step 3",),
     ),
 }
 
