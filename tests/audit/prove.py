@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.audit.trainers import KINDS, Applied, audited, newton_schulz
+from tests.audit.trainers import KINDS, Applied, audited
 from tests.dist.harness import World
+from tests.reference_muon import newton_schulz
 from titan_muon.audit import Audit
 
 

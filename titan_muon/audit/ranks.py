@@ -1,7 +1,8 @@
 """Pieces of tensors on the ranks, their digests, and exchanges between the ranks after the audited steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,9 @@ def held(tensor: Tensor) -> list[Tensor] | None:
 
 
 class Digest(NamedTuple):
-    """The place of a piece, a random linear form of its elements, their sum of squares, and their number.
+    """The place of a piece and sums of its elements, which add up over disjoint pieces.
 
-    Linear forms of disjoint pieces add up to the whole tensor's.
+    `form` has a pseudo-random weight for each element, and `squares` the weight is the element.
     """
 
     place: str
@@ -48,30 +49,31 @@ def digest(tensor: Tensor) -> Digest | None:
     """The digest of this rank's piece in float64, so that equal bits have equal digests; None for an unknown piece."""
     if (dims := held(tensor)) is None:
         return None
-    piece, form, squares, weights = torch.atleast_1d(local(tensor)), 0.0, 0.0, list[Tensor]()
-    for dim, indices in enumerate(dims or [torch.zeros(1, dtype=torch.long, device="cpu")]):
-        draw = torch.Generator().manual_seed(dim)
-        size = int(tensor.shape[dim]) if dims else 1
-        weights.append(torch.randn(size, generator=draw, dtype=torch.float64, device="cpu")[indices].to(piece.device))
-    rows = max(1, ELEMENTS_AT_ONCE * len(piece) // max(1, piece.numel()))
-    for x, weight in zip(piece.split(rows), weights[0].split(rows), strict=True):
-        y = x.double()
-        squares += float(y.square().sum())
-        for other in reversed(weights[1:]):
-            y = y @ other
-        form += float(y @ weight)
+    one, form, squares = torch.ones(1, dtype=torch.float64, device="cpu"), 0.0, 0.0
+    rows, *others = [(i.double() + dim + 1).square().sin() for dim, i in enumerate(dims)] or [one]
+    rows, columns = rows.to(tensor.device), reduce(torch.kron, others, one).to(tensor.device)
+    at_once = max(1, ELEMENTS_AT_ONCE // max(1, len(columns)))
+    pieces = local(tensor).reshape(len(rows), len(columns)).split(at_once)
+    for x, weights in zip(pieces, rows.split(at_once), strict=True):
+        form += float(weights @ (x.double() @ columns))
+        squares += float(x.double().square().sum())
     place = ",".join(f"{int(i[0])}-{int(i[-1])}/{len(i)}" if len(i) else "-" for i in dims)
-    return Digest(place, form, squares, piece.numel())
+    return Digest(place, form, squares, len(rows) * len(columns))
 
 
-def whole(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Tensor]]) -> Tensor | None:
-    """The mean of overlapping pieces in float32 on the CPU; None if an element is missing."""
-    total, count = (torch.zeros(tuple(shape), dtype=torch.float32, device="cpu") for _ in range(2))
-    for dims, piece in pieces:
-        index = tuple(i.view(-1, *[1] * (len(dims) - 1 - dim)) for dim, i in enumerate(dims))
-        total[index] += piece.float().cpu()
-        count[index] += 1
-    return total / count if count.all() else None
+def join(shape: Sequence[int], pieces: Sequence[tuple[Sequence[Tensor], Mapping[Any, Tensor]]]) -> dict[Any, Tensor]:
+    """Whole tensors in float32 on the CPU, where each element is in a piece, from indices and tensors of each rank."""
+    joined = dict[Any, Tensor]()
+    for key in pieces[0][1]:
+        total, count = (torch.zeros(tuple(shape), dtype=torch.float32, device="cpu") for _ in range(2))
+        for dims, tensors in pieces:
+            if key in tensors and tensors[key].shape == tuple(map(len, dims)):
+                index = tuple(i.view(-1, *[1] * (len(dims) - 1 - dim)) for dim, i in enumerate(dims))
+                total[index] += tensors[key].float().cpu()
+                count[index] += 1
+        # Replicas of an element have a gradient each before its reduction, and the step has their mean.
+        joined |= {key: total / count} if count.all() else {}
+    return joined
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -94,16 +96,14 @@ class Meeting:
         """Wait for all ranks at a place. Returns those that come late; each rank is on its own then."""
         if self.size == 1:
             return []
-        end, here = f"{place}/end", [f"{place}/{rank}" for rank in range(self.size)]
+        here, word = [f"{place}/{rank}" for rank in range(self.size)], "together"
         self._store.set(here[self.rank], "")
-        # Only one of these words is written, so that no late rank waits for ranks that went on.
-        if self._store.add(place, 1) == self.size:
-            self._store.compare_set(end, "", "together")
         try:
-            self._store.wait([end], timedelta(seconds=self.limit))
+            self._store.wait(here, timedelta(seconds=self.limit))
         except RuntimeError:
-            self._store.compare_set(end, "", "alone")
-        if self._store.get(end) == b"together":
+            word = "alone"
+        # All ranks take the first word, so that no late rank waits for ranks that went on.
+        if self._store.compare_set(place, "", word) == b"together":
             return []
         missing = [rank for rank, key in enumerate(here) if not self._store.check([key])]
         late, self.rank, self.size = self.rank, 0, 1
@@ -113,8 +113,7 @@ class Meeting:
         """The values of all ranks, or nothing on other ranks than `to`. All ranks must have come."""
         if self.size == 1:
             return [value]
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10 * self.limit))
+        self._group = self._group or dist.new_group(backend="gloo", timeout=timedelta(seconds=10 * self.limit))
         values = [None] * self.size if to in (None, self.rank) else None
         if to is None:
             dist.all_gather_object(values, value, group=self._group)

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .judge import Seen, Verdict, gather_evidence, judge
-from .ranks import Meeting, digest, held, local, rank_and_size, whole
-from .report import Report, Table, conclude, differences, role_of
+from .judge import Seen, Step, Verdict
+from .ranks import Digest, Meeting, digest, held, join, local, rank_and_size
+from .report import Report, conclude, differences, role_of
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 MOST_PASSES = 8
@@ -31,37 +31,36 @@ MOST_PASSES = 8
 class Audit:
     """Audit of the steps of all optimizers in its context. `report` is set after the audited steps, or at the end.
 
-    Enter it before the first backward pass. Args: `models`, by default all modules once an optimizer is made; `steps`
-    of each optimizer; `memory` in bytes for sampled tensors of this rank; `limit` in seconds for waits between ranks;
-    `allow`, codes of findings that do not count, each with `:NAMES` or not.
+    Enter it before the first backward pass. Args: `models`, by default all; `steps` of each optimizer; `memory` in
+    bytes for sampled tensors of this rank; `limit` in seconds for waits between ranks; `allow`, codes of findings that
+    do not count.
     """
 
-    def __init__(
-        self, *models: nn.Module, steps: int = 4, memory: float = 2**31, limit: float = 60.0, allow: Iterable[str] = ()
-    ) -> None:
-        self.models, self.steps, self.limit, self.allow, self._room = models, steps, limit, tuple(allow), memory
+    def __init__(self, *models: nn.Module, steps: int = 4, memory: float = 2**31, limit: float = 60.0,
+                 allow: Collection[str] = ()) -> None:  # fmt: skip
+        self.models, self.steps, self.limit, self.allow, self._room = models, steps, limit, allow, memory
         self.report: Report | None = None
         self.meeting: Meeting
-        self._table: Table = {}
-        self._loaded = list[Path]()
-        # Seconds, backward passes of all, before the last step but one and before the last step, and steps with a pass.
-        self._seconds, self._passes, self._turn, self._begun, self._rounds = 0.0, 0, 0, 0, 0
-        self._resumed, self._stepped = False, dict[Optimizer, bool]()
         self._seen: dict[Tensor, Seen] = {}
+        self._optimizers, self._resumed = list[Optimizer](), False
         self._known = set[Any]()
+        # Backward passes of all, those before the last round of steps, and rounds.
+        self._passes, self._begun, self._round = 0, 0, 0
+        self._loaded = list[Path]()
         self._hooks, self._saves = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
-        """Watch the parameters of the models, and the constructors, steps and checkpoints of the script."""
+        """Watch the passed models, and the optimizers, backward passes and checkpoints of the script."""
         # Not removed by itself, because a step may have more hooks to call.
         self._saves.callback(register_optimizer_step_pre_hook(self._before).remove)
         _follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
         _follow(self._hooks, torch.autograd, "backward", self._count)
-        _follow(self._hooks, dist, "destroy_process_group", lambda *_, **__: self.finish(), first=True)
+        _follow(self._hooks, dist, "destroy_process_group", self.finish, first=True)
         for module in (torch, dcp):
             _follow(self._hooks, module, "load", lambda *args, **named: self._loaded.extend(_paths(args, named)))
             _follow(self._saves, module, "save", lambda *args, **named: self._save(_paths(args[1:], named)))
-        self._survey(self.models)
+        if self.models:
+            self._survey()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -71,15 +70,31 @@ class Audit:
         with self._saves:
             self.finish()
 
-    def _survey(self, modules: Iterable[nn.Module], before: Iterable[Tensor] = ()) -> None:
-        """Watch the parameters of modules, first of models with those of `before`, so that a copy takes no name."""
-        modules, early = list(modules), set(before)
-        inner = {child for module in modules for child in module.children()}
+    def _count(self, *_: Any, **__: Any) -> None:
+        self._passes += 1
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Know an optimizer, and watch all models if it has a parameter of an unknown one.
+
+        Never during a forward or backward pass, when FSDP2's modules have other parameters.
+        """
+        self._optimizers.append(optimizer)
+        if not self._taken() <= self._seen.keys():
+            self._survey()
+
+    def _survey(self) -> None:
+        """Watch the parameters of models, first of those with an optimizer, so that a copy takes no name."""
+        gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
+        modules = self.models or [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        inner, taken = {child for module in modules for child in module.children()}, self._taken()
         roots = [module for module in modules if module not in inner]
-        for root in sorted(roots, key=lambda root: early.isdisjoint(root.parameters())):
+        for root in sorted(roots, key=lambda root: taken.isdisjoint(root.parameters())):
             for name, p in root.named_parameters():
                 owner = type(root.get_submodule(name.rpartition(".")[0])).__name__
                 self._watch(p, WRAPPERS.sub("", f".{name}").strip("."), owner)
+
+    def _taken(self) -> set[Tensor]:
+        return {p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
 
     def _watch(self, p: Tensor, name: str, module: str = "") -> None:
         if p in self._seen or p.is_meta or not p.requires_grad:
@@ -99,9 +114,6 @@ class Audit:
                 self._hooks.callback(hook(lambda x: self._keep(seen, x)).remove)
         self._known |= {name, role} if seen.sampled else {name}
 
-    def _count(self, *_: Any, **__: Any) -> None:
-        self._passes += 1
-
     def _keep(self, seen: Seen, x: Tensor) -> None:
         """Record the gradient of a backward pass; the last record has the sum of all later passes."""
         gradient = x.grad if x in self._seen else x
@@ -114,27 +126,10 @@ class Audit:
             seen.tensors[key] = piece + kept.get(key, 0)
             seen.passes += 1
 
-    def _adopt(self, optimizer: Optimizer, first: bool = False) -> None:
-        """Watch the parameters of an optimizer, and of all models, when it is made and at the first step of all."""
-        if self._stepped.setdefault(optimizer, False):
-            return
-        params = [p for p, _ in _rows(optimizer)]
-        if first or any(p not in self._seen for p in params):
-            gc.collect()  # Modules of an earlier model, which wait for it, would take the names.
-            self._survey((o for o in gc.get_objects() if issubclass(type(o), nn.Module)), params)
-        for number, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                self._watch(p, f"group{number}.{i}")
-                if p in self._seen:
-                    self._seen[p].optimizer = type(optimizer).__name__
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record a step before it starts, or after its closure, which has the backward pass."""
-        if self.report is not None:
-            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._adopt(optimizer, first=not self._rounds)
-        if closure is None:
+        if self.report is not None or closure is None:
             return self._step(optimizer)
 
         def record_after() -> Any:
@@ -151,36 +146,41 @@ class Audit:
         Each parameter has one step after each backward pass, because an optimizer may be made of optimizers, DeepSpeed
         steps once for each group, and get_optimizer_state_dict with a rate of 0, to make states.
         """
-        begin, others = time.perf_counter(), dict[Tensor, Any]()
+        if self.report is not None:
+            return
+        if optimizer not in self._optimizers:
+            self._adopt(optimizer)
+        rows = [(p, group, type(optimizer).__name__) for group in optimizer.param_groups for p in group["params"]]
+        for number, (p, _, _) in enumerate(rows):
+            self._watch(p, f"parameter{number}")
         if self._passes > self._begun:
-            self._turn, self._begun, self._rounds = self._begun, self._passes, self._rounds + 1
-            begun = [len(seen.groups) for seen in self._seen.values() if seen.groups]
-            if self._rounds > 2 * self.steps or (begun and min(begun) == self.steps):
+            self._begun, self._round = self._passes, self._round + 1
+            if self._round == 1:
+                self._survey()
+                states = [x for o in self._optimizers for state in o.state.values() for x in state.values()]
+                self._resumed = any(bool(x.ndim and local(x).any()) for x in states if isinstance(x, Tensor))
+            steps = [len(seen.groups) for seen in self._seen.values() if seen.groups]
+            if self._round > 2 * self.steps or min(steps, default=0) == self.steps:
                 return self.finish()
-            if self._loaded:
-                self._table = self._table or self._digests()
-            taken = {p for o in self._stepped for p, _ in _rows(o)}
-            others = {p: optimizer.param_groups[0] for p in self._seen if p not in taken}
-            if self._rounds == 1:
-                states = [v for o in self._stepped for state in o.state.values() for v in state.values()]
-                self._resumed = any(isinstance(v, Tensor) and v.ndim and v.any() for v in states)
-        self._stepped[optimizer] = True
-        for p, group in [*_rows(optimizer), *others.items()]:
+            for p, known in self._seen.items() if self._loaded else ():
+                known.loaded = known.loaded or self._digests(p)
+            taken = self._taken()
+            rows += [(p, optimizer.param_groups[0], "") for p in self._seen if p not in taken]
+        for p, group, owner in rows:
             if (seen := self._seen.get(p)) is None:
                 continue
-            if self._passes > seen.begun and self._weigh(p, seen) and len(seen.groups) < self.steps:
+            if self._round > seen.round and self._weigh(p, seen) and len(seen.groups) < self.steps:
                 self._begin(p, seen)
-            if seen.groups and self._passes == seen.begun:
+            if seen.groups and self._round == seen.round:
                 # The innermost optimizer comes last.
-                values = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-                seen.groups[-1] = {k: v for k, v in values.items() if k not in ("params", "param_names")}
-                seen.optimizer = "" if p in others else type(optimizer).__name__
-                start = optimizer.state.get(p, {}) if seen.sampled and len(seen.groups) == 1 else {}
-                seen.age = float(start.get("step", seen.age))
-                tensors = {k: v for k, v in start.items() if isinstance(v, Tensor) and v.shape == p.shape}
-                seen.tensors |= {("start", k): local(v).float().clone() for k, v in tensors.items()}
-        self._seconds += time.perf_counter() - begin
-        return None
+                state = optimizer.state.get(p, {})
+                values = {"step": state.get("step"), **group}.items()
+                numbers = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in values}
+                seen.groups[-1] = {k: v for k, v in numbers.items() if isinstance(v, int | float | tuple | list)}
+                seen.optimizer = owner
+                if seen.sampled and len(seen.groups) == 1:
+                    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
+                    seen.tensors |= {("start", k): local(v).float().clone() for k, v in tensors.items()}
 
     def _weigh(self, p: Tensor, seen: Seen) -> bool:
         """Record a weight, once before each step. False if this rank has no known piece of it."""
@@ -190,7 +190,7 @@ class Audit:
             return False
         if len(seen.digests) == len(seen.groups):
             seen.place = found.place
-            seen.digests.append(found.form)
+            seen.digests.append(str(found.form))
             if seen.sampled:
                 now = local(p).clone()
                 seen.tensors |= {"before": seen.tensors.get("after", now), "after": now}
@@ -205,27 +205,24 @@ class Audit:
             seen.tensors["gradient", len(seen.groups)] = gradient.float().clone()
         sizes = p.device_mesh.shape if isinstance(p, DTensor) else rank_and_size()[1:]
         seen.shards = tuple(split for n in sizes if n > 1 for split in ((n, 1), (1, n)))
-        seen.turns |= seen.passes > self._passes - self._turn
-        seen.passes, seen.begun, seen.resumed = 0, self._passes, self._resumed
+        seen.turns |= self._round > seen.round + 1
+        seen.passes, seen.round, seen.resumed = 0, self._round, self._resumed
         seen.groups.append({})
 
     @torch.no_grad()
-    def _digests(self) -> Table:
-        """Digests of weights and optimizer states on this rank, by name and state."""
-        table: Table = {}
-        for p, seen in self._seen.items():
-            states = {k: v for o in self._stepped for k, v in o.state.get(p, {}).items() if isinstance(v, Tensor)}
-            tensors = {"weight": p, **{k: v for k, v in states.items() if v.ndim and v.shape == p.shape}}
-            table[seen.name] = {k: found for k, x in tensors.items() if (found := digest(x)) is not None}
-        return table
+    def _digests(self, p: Tensor) -> dict[str, Digest]:
+        """Digests of a weight and of its optimizer states on this rank."""
+        states = {k: v for o in self._optimizers for k, v in o.state.get(p, {}).items() if isinstance(v, Tensor)}
+        tensors = {"weight": p, **{k: v for k, v in states.items() if v.ndim and v.shape == p.shape}}
+        return {k: found for k, x in tensors.items() if (found := digest(x)) is not None}
 
     def _save(self, paths: Sequence[Path]) -> None:
         for path in paths:
             file = path.with_name(f"{path.name}.audit.{rank_and_size()[0]}.json")
-            file.write_text(json.dumps(self._digests()))
+            file.write_text(json.dumps({seen.name: self._digests(p) for p, seen in self._seen.items()}))
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, *_: Any) -> None:
         """Remove the hooks of steps and gradients, compare the ranks, and judge the last step."""
         begin = time.perf_counter()
         self._hooks.close()
@@ -233,7 +230,7 @@ class Audit:
             return
         for p, seen in self._seen.items():
             # A rank without a piece of a matrix has no backward pass of the matrix, either.
-            if seen.optimizer and (seen.passes or not self._rounds) and not (seen.groups or seen.undecided):
+            if seen.passes and not (seen.groups or seen.undecided):
                 seen.undecided = "its optimizer made no step after a backward pass"
             self._weigh(p, seen)
         meeting = self.meeting = Meeting(self.limit)
@@ -244,24 +241,15 @@ class Audit:
         for index, name in enumerate(sorted({name for part in everyone for name, s in part.items() if s.sampled})):
             # One matrix after the other, and each on one rank.
             pieces = [piece for piece in meeting.gather(mine.pop(name, None), index % meeting.size) if piece]
-            tensors = dict[Any, Tensor]()
-            for key in pieces[0][1].tensors if pieces else ():
-                fits = all(key in s.tensors and s.tensors[key].shape == tuple(map(len, dims)) for dims, s in pieces)
-                full = whole(pieces[0][1].shape, [(dims, s.tensors[key]) for dims, s in pieces]) if fits else None
-                tensors |= {} if full is None else {key: full}
+            tensors = join(pieces[0][1].shape, [(dims, s.tensors) for dims, s in pieces]) if pieces else {}
             if {"before", "after"} <= tensors.keys():
-                evidence = gather_evidence(pieces[0][1], tensors)
-                verdict = judge(evidence)
-                faults = evidence.wrong.items() if verdict.kind != "still" else ()
-                verdicts[name] = replace(verdict, wrong=(*faults, *verdict.wrong))
-        parts = meeting.gather((verdicts, self._table, self._loaded))
-        found = differences(parts[0][2], [table for _, table, _ in parts])
+                verdicts[name] = Step(pieces[0][1], tensors).judge()
+        judged = {name: verdict for part in meeting.gather(verdicts) for name, verdict in part.items()}
+        found = differences(meeting.gather(self._loaded)[0], everyone)
         if missing:
-            ranks = f"rank {', '.join(map(str, missing))}"
-            found["", f"did not come to the comparison within {self.limit:g} s"].append(ranks)
-        judged = {name: verdict for part, _, _ in parts for name, verdict in part.items()}
-        seconds = self._seconds + time.perf_counter() - begin
-        self.report = conclude(everyone, judged, found, self.allow, seconds)
+            text = f"did not come to the comparison within {self.limit:g} s"
+            found["undecided", text].append(f"rank {', '.join(map(str, missing))}")
+        self.report = conclude(everyone, judged, found, self.allow, time.perf_counter() - begin)
         for seen in self._seen.values():
             seen.tensors.clear()
 
@@ -288,7 +276,3 @@ def _paths(words: Sequence[Any], names: Mapping[str, Any]) -> list[Path]:
     """The path of a checkpoint, which is the first of these arguments or has one of two names."""
     places = *words[:1], names.get("f"), names.get("checkpoint_id")
     return [Path(place) for place in places if isinstance(place, str | Path)]
-
-
-def _rows(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
-    return [(p, group) for group in optimizer.param_groups for p in group["params"]]
