@@ -55,7 +55,7 @@ class Audit:
         self._saves.callback(register_optimizer_step_pre_hook(self._before).remove)
         _follow(self._hooks, Optimizer, "__init__", lambda optimizer, *_, **__: self._adopt(optimizer))
         _follow(self._hooks, torch.autograd, "backward", self._count)
-        _follow(self._hooks, dist, "destroy_process_group", self.finish, first=True)
+        _follow(self._hooks, dist, "destroy_process_group", lambda *_, **__: self.finish(), first=True)
         for module in (torch, dcp):
             _follow(self._hooks, module, "load", lambda *args, **named: self._loaded.extend(_paths(args, named)))
             _follow(self._saves, module, "save", lambda *args, **named: self._save(_paths(args[1:], named)))
@@ -222,7 +222,7 @@ class Audit:
             file.write_text(json.dumps({seen.name: self._digests(p) for p, seen in self._seen.items()}))
 
     @torch.no_grad()
-    def finish(self, *_: Any) -> None:
+    def finish(self) -> None:
         """Remove the hooks of steps and gradients, compare the ranks, and judge the last step."""
         begin = time.perf_counter()
         self._hooks.close()
