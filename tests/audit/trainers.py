@@ -17,7 +17,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from tests.reference_muon import newton_schulz
 from titan_muon import Hybrid, apply_in_forward, own
 from titan_muon.audit import Audit
 from titan_muon.options import Split
@@ -75,6 +74,16 @@ def batch(seed: int, step: int, place: int = 0) -> Tensor:
     return (start + torch.arange(9) * 3 + noise) % VOCABULARY
 
 
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """In bfloat16 and with a rounding of each operation, as most scripts have it."""
+    x = (matrix.T if matrix.shape[0] > matrix.shape[1] else matrix).bfloat16()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+
+
 class TinyMuon(Optimizer):
     """Muon for groups with `use_muon`, AdamW for the others. `bug` names what is wrong, or unusual."""
 
@@ -92,8 +101,8 @@ class TinyMuon(Optimizer):
         if self.bug == "sgd":
             return x
         shards = dist.get_world_size() if self.bug == "shard" or (self.bug == "fused" and len(x) == x.shape[1]) else 1
-        update = torch.cat([newton_schulz(part) for part in x.chunk(shards)]).to(x.dtype)
-        return newton_schulz(update).to(x.dtype) if self.bug == "twice" else update
+        update = torch.cat([newton_schulz(part) for part in x.chunk(shards)])
+        return newton_schulz(update) if self.bug == "twice" else update
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -339,7 +348,7 @@ def in_hook(run: Run) -> list[Any]:
     buffers = {p: torch.zeros_like(p) for p in muon}
 
     def orthogonalize(p: Tensor) -> None:
-        p.grad = newton_schulz(p.grad + 0.95 * buffers[p].mul_(0.95).add_(p.grad)).float()
+        p.grad = newton_schulz(p.grad + 0.95 * buffers[p].mul_(0.95).add_(p.grad))
 
     for p in muon:
         p.register_post_accumulate_grad_hook(orthogonalize)
