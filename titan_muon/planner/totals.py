@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from itertools import repeat
 from typing import NamedTuple
 
@@ -139,8 +140,7 @@ class Totals:
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
         # Kept, because a search deals the same matrices hundreds of times.
-        self._amounts: dict[tuple[int, Ranks, bool], Amounts] = {}
-        self._nodes: dict[tuple[tuple[int, ...], Ranks], list[tuple[list[int], list[int]]]] = {}
+        self.amounts, self._nodes_of = cache(self._amounts), cache(self._nodes)
         self.by_exchange = {
             "all_to_all": self._all_to_all,
             "hierarchical": self._hierarchical,
@@ -157,7 +157,10 @@ class Totals:
         owners = owners_by_kind(bucket, self.pieces)
         mine, result = _by_rank(owners), dict[int, BucketTotals]()
         # The pieces of the owner's replica suffice, but without the result other replicas would diverge.
-        ways = [self._flows(bucket, owners, by_replica=by_replica) for by_replica in (True, False)]
+        ways = []
+        for by_replica in (True, False):
+            held = {kind: self.amounts(kind, bucket.group, by_replica) for kind in owners}
+            ways.append(Flows([(held[kind], held[kind].like(counts)) for kind, counts in owners.items()]))
         alike, calls = self._alike(bucket, mine), sum(flows.travels for flows in ways)
         for rank in dict.fromkeys(alike.values()):
             gather, back = (flows.of_rank(rank) for flows in ways)
@@ -259,17 +262,10 @@ class Totals:
             flows[rank] = LinkTraffic(inner, outer, inner, outer, members[node] - 1, len(members) - 1)
         return flows
 
-    def _flows(self, bucket: Bucket, owners: Mapping[int, Mapping[int, int]], *, by_replica: bool) -> Flows:
-        held = {kind: self.amounts(kind, bucket.group, by_replica=by_replica) for kind in owners}
-        return Flows([(held[kind], held[kind].like(counts)) for kind, counts in owners.items()])
-
-    def amounts(self, kind: int, group: Ranks, *, by_replica: bool) -> Amounts:
+    def _amounts(self, kind: int, group: Ranks, by_replica: bool) -> Amounts:
         """The elements of a matrix of the kind; with `by_replica` summed by replica."""
-        if (kind, group, by_replica) not in self._amounts:
-            replica = self.pieces.geometry(self.pieces.examples[kind]).replica if by_replica else None
-            amounts = Amounts(self.pieces.holders(kind, group), self.pieces.ranks_per_node, replica)
-            self._amounts[kind, group, by_replica] = amounts
-        return self._amounts[kind, group, by_replica]
+        replica = self.pieces.geometry(self.pieces.examples[kind]).replica if by_replica else None
+        return Amounts(self.pieces.holders(kind, group), self.pieces.ranks_per_node, replica)
 
     def _members(self, bucket: Bucket, owned: Mapping[int, KindCounts]) -> list[tuple[list[int], Members]]:
         """The ranks of each node of a bucket."""
@@ -279,20 +275,17 @@ class Totals:
             for ranks, holdings in self._nodes_of(kinds, bucket.group)
         ]
 
-    def _nodes_of(self, kinds: tuple[int, ...], group: Ranks) -> list[tuple[list[int], list[int]]]:
+    def _nodes(self, kinds: tuple[int, ...], group: Ranks) -> list[tuple[list[int], list[int]]]:
         """The ranks of each node, and their holdings: equal numbers hold equal pieces of these kinds, as replicas."""
-        if (kinds, group) not in self._nodes:
-            pieces = self.pieces
-            of_kinds = [(pieces.holders(kind, group), pieces.geometry(pieces.examples[kind]).replica) for kind in kinds]
-            numbers: dict[tuple[object, ...], int] = {}
-            nodes: dict[int, tuple[list[int], list[int]]] = {}
-            for rank in group:
-                held = tuple([(stored.get(rank), replica.get(rank)) for stored, replica in of_kinds])
-                ranks, holdings = nodes.setdefault(pieces.node(rank), ([], []))
-                ranks.append(rank)
-                holdings.append(numbers.setdefault(held, len(numbers)))
-            self._nodes[kinds, group] = list(nodes.values())
-        return self._nodes[kinds, group]
+        pieces, numbers = self.pieces, dict[tuple[object, ...], int]()
+        of_kinds = [(pieces.holders(kind, group), pieces.geometry(pieces.examples[kind]).replica) for kind in kinds]
+        nodes: dict[int, tuple[list[int], list[int]]] = {}
+        for rank in group:
+            held = tuple([(stored.get(rank), replica.get(rank)) for stored, replica in of_kinds])
+            ranks, holdings = nodes.setdefault(pieces.node(rank), ([], []))
+            ranks.append(rank)
+            holdings.append(numbers.setdefault(held, len(numbers)))
+        return list(nodes.values())
 
     def _alike(self, bucket: Bucket, owned: Mapping[int, KindCounts]) -> dict[int, int]:
         """For each rank of the group, the first rank with equal pieces and matrices on a node with equal ranks."""
