@@ -9,6 +9,7 @@ The slowest rank of each row's modelled step steps, at full size without memory.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +131,9 @@ def counted(row: Row) -> Counts:
     meta, rank = planned(row)
     plan = meta.plan
     assert plan is not None, "planned() returns one"
-    with mock.patch("torch.backends.cuda.is_built", return_value=True), fake_gpu(), fake_rank(row.ranks, rank):
+    node = {"LOCAL_RANK": str(rank % 8), "LOCAL_WORLD_SIZE": str(min(8, row.ranks))}
+    is_built = mock.patch("torch.backends.cuda.is_built", return_value=True)
+    with is_built, fake_gpu(), fake_rank(row.ranks, rank), mock.patch.dict(os.environ, node):
         params = list(parameters_on(plan, meta.parameters, rank))
         with given(plan):
             muon = Muon(params)
