@@ -26,7 +26,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROWS = "tests/parity"
 RECIPES = "titan_muon/trainer/"
-STEP_TESTS = tuple(f"tests/dist/{folder}" for folder in ("step", "features", "comm", "owned"))
+STEP_TESTS = tuple(
+    f"tests/{place}"
+    for place in ("unit/test_rules.py", "unit/test_hybrid.py", "dist/step", "dist/features", "dist/comm", "dist/owned")
+)
 HANG = "a hang"
 """A run that takes longer than the time limit notices the fault."""
 SECONDS = 900
@@ -97,7 +100,7 @@ def other_tests(root: Path, file: str) -> Iterator[str]:
     yield from importing_tests(root, "dist", file)
     folder = Path(file).parent.relative_to(Path(file).parts[0])
     yield from (f"tests/{kind}/{folder}" for kind in ("unit", "dist") if (root / "tests" / kind / folder).is_dir())
-    yield from (tests for tests in STEP_TESTS if (root / tests).is_dir())
+    yield from (tests for tests in STEP_TESTS if (root / tests).exists())
 
 
 def run(mutant: Mutant, root: Path, seconds: int) -> Result:
