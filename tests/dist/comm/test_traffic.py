@@ -269,10 +269,13 @@ def test_calls_bytes_flops_and_matrices_equal_the_plan(name: str, exchange: str)
         assert sum(cost.bytes_sent for cost in costs) * size == 2 * (size - 1) * elements * BF16
 
 
-@pytest.mark.parametrize("name", ["fsdp, 1,024 ranks", "experts, 1,024 ranks"])
-def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(name: str) -> None:
+# Matrices of two sizes, in rounds of small and of large ones.
+SIZES = replace(case((4,), (ROWS,), (*((8, 12),) * 8, *((64, 96),) * 4), options={"planner": "rule"}), rank=1)
+
+
+@pytest.mark.parametrize("made", [CASES["experts, 1,024 ranks"], SIZES], ids=["experts", "sizes"])
+def test_a_warm_up_sends_the_largest_messages_of_every_group_in_a_few_calls(made: Case) -> None:
     """As engines of accelerators do at construction."""
-    made = CASES[name]
     with fake_world(made.world, made.rank):
         optimizer = build(made)
         with FakeTransport() as step:
