@@ -19,8 +19,6 @@ from ..options import OptionError
 
 LARGEST, DIVERGED = 4.0, 1e30
 """Limit of singular values during the iteration, and a value whose powers overflow."""
-
-
 GRAM_ASPECT = 1.5
 """Least side ratio for the Gram iteration: near-square matrices save no products and lose accuracy."""
 GRAM_ROWS = 32

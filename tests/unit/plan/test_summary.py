@@ -17,6 +17,7 @@ from tests.machines import machine_file, rates
 from tests.unit.plans import (
     EXCHANGES,
     SQUARE,
+    either_plan,
     examples,
     matrix,
     mesh_of,
@@ -183,6 +184,16 @@ def test_the_users_buffer_limit_bounds_every_plan(parameters: list[Parameter], b
     except OptionError:
         return
     assert summarize(plan).buffer_bytes_max <= budget
+
+
+@examples(50)
+@given(parameter_lists(), st.sampled_from(["all_to_all", "all_gather"]))
+def test_the_rule_refuses_a_buffer_limit_below_the_fullest_rank(parameters: list[Parameter], exchange: str) -> None:
+    options = MuonOptions(planner="rule", exchange=exchange)
+    if fullest := summarize(either_plan(parameters, None, options)).buffer_bytes_max:
+        either_plan(parameters, None, replace(options, buffer_gib=fullest / 2**30))
+        with pytest.raises(OptionError, match="too small"):
+            either_plan(parameters, None, replace(options, buffer_gib=(fullest - 1) / 2**30))
 
 
 @examples(50)
