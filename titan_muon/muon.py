@@ -17,7 +17,7 @@ from . import selection
 from .engine.engine import Engine, Selection, checked_plan, engine_of
 from .engine.exchange.agreement import Agreement, report_of
 from .engine.exchange.exchange import Collectives, Exchange
-from .engine.faults.replicas import check_equal, separate_layouts
+from .engine.faults.replicas import separate_layouts
 from .engine.faults.report import Reported
 from .engine.faults.skip import SkipsSteps
 from .engine.layout.intervals import Geometries
@@ -267,6 +267,8 @@ class Muon(SkipsSteps, Optimizer):
         Collective over `process_group`, between steps; the host waits. `own`: globs on names of plain tensors that each
         rank trains separately.
         """
+        from .features.replica_check import check_equal
+
         self.synchronize()
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.separate]
         check_equal({"muon": self}, self._agreed, (*own, *separate))

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from .. import registry
 from ..adamw import AdamW
 from ..engine.exchange.agreement import Agreement
-from ..engine.faults.replicas import check_equal
 from ..engine.faults.skip import CheckedNorm, SkipsSteps, agreed_scaling
 from ..engine.tensors.matrices import check_splits, has_matrices, split_hint
 from ..muon import Muon
@@ -148,6 +147,8 @@ class ForwardsToParts:
             muon.engine.free()
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
+        from ..features.replica_check import check_equal
+
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
                 optimizer.synchronize()

@@ -1,1 +1,1 @@
-"""Optional features of a step: each is a file, and a line in `FEATURES` of selection.py."""
+"""Optional features: each is a file, and if it changes a step a line in `FEATURES` of selection.py."""

@@ -26,7 +26,7 @@ from tests.shared import drawn, equal, local, message, muon_keywords
 from tests.unit.test_hybrid import Decoder
 from titan_muon import Hybrid, Muon, clip_grad_norm_
 from titan_muon.engine.faults import replicas
-from titan_muon.engine.faults.replicas import tensors_of
+from titan_muon.features.replica_check import tensors_of
 from titan_muon.forecast.fake_world import fake_world
 
 

@@ -17,11 +17,11 @@ from titan_muon.assignment.optimizer_set import ForwardsToParts, OptimizerSet, b
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import parameter_table
 from titan_muon.engine.exchange.agreement import Agreement
-from titan_muon.engine.faults.replicas import check_equal
 from titan_muon.engine.layout.types import Plan
 from titan_muon.engine.orthogonalize import iteration
 from titan_muon.engine.tensors.names import canonical_fqn
 from titan_muon.engine.tensors.storage import STEP
+from titan_muon.features.replica_check import check_equal
 from titan_muon.forecast.lines import plan_lines
 from titan_muon.kernels.dispatch import Dispatch
 from titan_muon.options import Rule
