@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Never, Self
 
@@ -39,7 +38,6 @@ from .engine.tensors.process_groups import checked_group, group_name, group_name
 from .engine.tensors.storage import (
     STEP,
     TrainedParam,
-    check_groups,
     check_lr,
     coefficient_rows,
     device_of,
@@ -405,11 +403,7 @@ class Muon(SkipsSteps, Optimizer):
 
     def _planned(self, agreement: Agreement) -> Engine:
         agreed = agreement.raise_on_all_ranks
-        agreed(
-            lambda: check_groups(
-                self.param_groups, self._options.split, partial(selection.check_group_algorithm, self._options)
-            )
-        )
+        agreed(lambda: selection.check_groups(self._options, self.param_groups))
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         self._options = replace(self._options, offload=resolved(self._options.offload, everything))
         params = agreed(self._trained_params)

@@ -20,9 +20,9 @@ from .engine.planning import Planner, plan_by_rule
 from .engine.step.algorithm import Algorithm, Group
 from .engine.step.feature import Feature
 from .engine.tensors.dtensor import CHUNKS, local
-from .engine.tensors.matrices import matrix_shapes, split_of, stack_of
 from .engine.tensors.names import canonical_fqn, families, listed, named_parameters
 from .engine.tensors.storage import STEP, check_group, coefficient_rows
+from .matrices.stacks import check_splits, matrix_shapes, split_of, stack_of
 from .options import (
     EXPERT,
     HYPERPARAMETERS,
@@ -117,7 +117,8 @@ def select(
 
         machine = planning_machine(options.machine, device.type)
         dispatch, planner = replace(dispatch, gpu=machine.methods), partial(plan_by_search, machine=machine)
-    return Selection(options, algorithm, dispatch, planner, features_of, note)
+    stacks = partial(stack_of, splits=options.split)
+    return Selection(options, algorithm, dispatch, planner, stacks, features_of, note)
 
 
 def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorithm:
@@ -171,6 +172,16 @@ def check_group_algorithm(options: MuonOptions, group: Group) -> None:
         raise OptionError(
             error.option, f"{error.problem}, in the group of {listed(group['param_names'], 2)}"
         ) from error
+
+
+def check_groups(options: MuonOptions, groups: Sequence[Group]) -> None:
+    """Raise ValueError as `check_group`, `check_group_algorithm` and `check_splits`."""
+    for group in groups:
+        check_group(group)
+        check_group_algorithm(options, group)
+    # A pipeline stage may have no matrices at all.
+    if names := [name for name, _ in named_parameters(groups)]:
+        check_splits(names, options.split)
 
 
 UNSCALED = frozenset({"muon", "muoneq", "muoneq_both", "muoneq_columns", "muonh"})

@@ -36,7 +36,7 @@ from titan_muon.engine.layout.work import Elements, Work, WorkOf, standard_eleme
 from titan_muon.engine.planning import PlanRequest, plan_by_rule
 from titan_muon.engine.program.patterns import PATTERNS
 from titan_muon.engine.program.two_hops import owning_ranks
-from titan_muon.engine.tensors.matrices import stack_of
+from titan_muon.matrices.stacks import stack_of
 from titan_muon.options import MuonOptions, Overlap, Split
 from titan_muon.planner.machine import MachineRates, planning_machine
 from titan_muon.planner.planner import plan_by_search

@@ -93,7 +93,7 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
     "engine/orthogonalize": ("torch.distributed",),
     "owned": ("titan_muon.muon", f"{ENGINE}.step", f"{ENGINE}.tensors.storage", f"{ENGINE}.orthogonalize"),
 }
-INSTALLED_FOR_THE_ENGINE = {*sys.stdlib_module_names, "torch", "einops", "titan_muon"}
+INSTALLED_FOR_THE_ENGINE = {*sys.stdlib_module_names, "torch", "titan_muon"}
 
 
 @pytest.mark.parametrize("path", [*files("titan_muon"), ROOT / "train.py"], ids=name)

@@ -40,9 +40,9 @@ from titan_muon.engine.layout.types import Interval, Layout, Mesh, Replicate
 from titan_muon.engine.layout.types import Shard as Cut
 from titan_muon.engine.orthogonalize import coefficients
 from titan_muon.engine.step.muon import MuonAlgorithm, lr_factor
-from titan_muon.engine.tensors.matrices import check_splits, stack_of
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.kernels.dispatch import Dispatch, kernels_for
+from titan_muon.matrices.stacks import check_splits, stack_of
 from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.owned.param import place_on_owners
 from titan_muon.planner.machine import planning_machine

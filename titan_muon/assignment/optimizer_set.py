@@ -18,7 +18,7 @@ from .. import registry
 from ..adamw import AdamW
 from ..engine.exchange.agreement import Agreement
 from ..engine.faults.skip import CheckedNorm, SkipsSteps, agreed_scaling
-from ..engine.tensors.matrices import check_splits, has_matrices, split_hint
+from ..matrices.stacks import check_splits, has_matrices, split_hint
 from ..muon import Muon
 from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Rule, Split
 from .groups import ParamGroup, assigned_model, frozen_in, groups_of_parameters, named_parameters_of

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from ..engine.tensors.matrices import split_of
+from ..matrices.stacks import split_of
 from ..options import OptionError, Rule, Split
 from ..selection import LOOKED_UP
 from .roles import ParameterInfo, Role

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.layout.types import MatrixStack, Plan
-from ..engine.tensors.matrices import matrix_shapes, stack_of
 from ..engine.tensors.names import families, family, listed
+from ..matrices.stacks import matrix_shapes, stack_of
 from ..options import Split
 from ..owned import is_owned
 from ..owned.param import holders

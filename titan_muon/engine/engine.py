@@ -22,7 +22,7 @@ from .faults.faults import ALLOWED, STORAGE_FAULTS, Fault, check_faults, warn_of
 from .faults.report import FaultReport, Reported
 from .faults.skip import Scaling
 from .layout.intervals import Geometries
-from .layout.types import Layout, Plan
+from .layout.types import Layout, Plan, StackOf
 from .layout.work import ElementKind, Elements
 from .orthogonalize import Methods
 from .planning import Planner, PlanRequest
@@ -35,8 +35,7 @@ from .step.gradients import ITERATION_KEYS, SeenInputs, StepGradients, checked_i
 from .step.muon import highest_rate
 from .step.step import LateUpdates, MuonStep, trace_range
 from .step.views import build_views
-from .tensors.dtensor import is_host, on_device, storage_device
-from .tensors.matrices import planned
+from .tensors.dtensor import is_host, on_device, planned, storage_device
 from .tensors.names import listed, warn
 from .tensors.process_groups import check_node
 from .tensors.storage import (
@@ -62,6 +61,7 @@ class Selection:
         algorithm: of the trained parameters.
         dispatch: the method of Newton-Schulz by shape.
         planner: the owners and the rounds.
+        stack_of: the matrices of a parameter, by name and shape.
         features_of: the features that are on.
         note: for the plan.
     """
@@ -70,6 +70,7 @@ class Selection:
     algorithm: Algorithm
     dispatch: Methods
     planner: Planner
+    stack_of: StackOf
     features_of: FeaturesOf
     note: str = ""
 
@@ -117,7 +118,8 @@ def plan_step(
     """
     options, algorithm, dispatch = selected.options, selected.algorithm, selected.dispatch
     iterations = tuple(map(iteration_of, groups))
-    parameters = [planned(fqn, tensor, options.split, separate.get(fqn)) for fqn, tensor in named]
+    stacks = [selected.stack_of(fqn, tensor.shape) for fqn, tensor in named]
+    parameters = [planned(*pair, stack, separate.get(pair[0])) for pair, stack in zip(named, stacks, strict=True)]
     context = PlanContext(options, algorithm, parameters, named, dispatch.device)
     check_parts(context, selected.features_of)
     wire_bytes = [algorithm.for_parameter(number).wire_bytes for number in range(len(named))]

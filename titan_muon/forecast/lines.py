@@ -14,8 +14,8 @@ from ..assignment.table import doubts, split_lines
 from ..engine.layout.intervals import Geometries
 from ..engine.layout.types import Plan
 from ..engine.planning import Assembly, assemblies
-from ..engine.tensors.matrices import stack_of
 from ..engine.tensors.names import family
+from ..matrices.stacks import stack_of
 from ..options import Split, plural
 from ..owned import is_owned
 from ..planner.ownership import OwnedTotals, load_lines

@@ -18,11 +18,11 @@ from ..engine.layout.types import Plan
 from ..engine.state.states import state_bytes
 from ..engine.step.algorithm import Algorithm
 from ..engine.tensors.dtensor import local
-from ..engine.tensors.matrices import check_splits
 from ..engine.tensors.names import named_parameters
 from ..features.eight_bit import SCALE_BLOCK
 from ..features.offload import TRANSFERS_AT_ONCE
 from ..kernels.tables import BLOCK
+from ..matrices.stacks import check_splits
 from ..muon import Muon
 from ..options import Machine, MuonOptions, Offload
 from ..owned import is_owned

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.layout.work import standard_flops
 from ..engine.tensors.dtensor import layer_of
-from ..engine.tensors.matrices import split_of, stack_of
 from ..engine.tensors.names import unwrapped
+from ..matrices.stacks import split_of, stack_of
 from ..options import OptionError, Owner, PlacementRule, Split, check
 from ..planner.ownership import OwnedItem, Ownership, assign_owners, load_lines
 from ..removed import refusing_removed

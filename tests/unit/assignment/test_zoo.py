@@ -18,7 +18,7 @@ from titan_muon import Hybrid, head_splits
 from titan_muon.assignment.roles import inspect_model
 from titan_muon.assignment.rules import EMBEDDING, HEAD, assign_parameters, splits_with
 from titan_muon.assignment.table import OUTSIDE
-from titan_muon.engine.tensors.matrices import matrix_shapes, stack_of
+from titan_muon.matrices.stacks import matrix_shapes, stack_of
 from titan_muon.trainer.torchtitan import compat
 
 PAGE = Path(__file__).parents[3] / "docs" / "results" / "zoo.md"

@@ -39,7 +39,8 @@ from titan_muon.engine.layout.types import (
     Shard,
 )
 from titan_muon.engine.planning import Assembly, assemblies
-from titan_muon.engine.tensors.matrices import check_splits, planned, stack_of
+from titan_muon.engine.tensors.dtensor import planned
+from titan_muon.matrices.stacks import check_splits, stack_of
 from titan_muon.options import Split
 
 
@@ -182,7 +183,7 @@ def test_ranks_have_the_pieces_of_their_rows_and_groups_have_whole_matrices(case
 def test_by_default_a_parameter_is_a_matrix_or_a_stack() -> None:
     for shape, blocks in (((6, 4), [(0, 6)]), ((3, 2, 5), [(0, 2), (2, 4), (4, 6)])):
         assert [block.rows for block in stack_of("w", shape).matrices] == [(Interval(*rows),) for rows in blocks]
-    parameter = planned("layers.3.mlp.w", torch.zeros(4, 2))
+    parameter = planned("layers.3.mlp.w", torch.zeros(4, 2), stack_of("w", (4, 2)))
     assert (parameter.fqn, parameter.layer, parameter.plain) == ("layers.3.mlp.w", "layers.3", True)
     assert parameter.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -154,6 +154,10 @@ class MatrixStack:
     @cached_property
     def interleaved(self) -> bool:
         return any(matrix.cols is not None or matrix.row_step > 1 for matrix in self.matrices)
+
+
+StackOf = Callable[[str, Sequence[int]], MatrixStack]
+"""The matrices of a parameter, by name and shape. Raises ValueError for a parameter without matrices."""
 
 
 @dataclass(frozen=True)

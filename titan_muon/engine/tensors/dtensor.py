@@ -42,6 +42,12 @@ def layout_on(
     return types.Layout(tuple(shape), ranks, placed)
 
 
+def planned(fqn: str, tensor: Tensor, stack: types.MatrixStack, layout: types.Layout | None = None) -> types.Parameter:
+    """The planner's record of a parameter, by default with its own layout."""
+    layout = layout_of(fqn, tensor) if layout is None else layout
+    return types.Parameter(fqn, layer_of(fqn), layout, stack, not isinstance(tensor, DTensor))
+
+
 def _placement(fqn: str, placement: Placement, *, by_rows: bool) -> types.Placement:
     # First, because some versions of PyTorch derive _StridedShard from Shard.
     if isinstance(placement, _StridedShard):

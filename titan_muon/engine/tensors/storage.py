@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from ...options import HYPERPARAMETERS, MuonOptions, Split, check
+from ...options import HYPERPARAMETERS, MuonOptions, check
 from ..layout.intervals import Geometry
 from ..layout.types import Parameter
 from ..orthogonalize import Iteration, iteration
 from .dtensor import held_indices, layout_of, local, own_rows, step_device
-from .matrices import check_splits
 from .names import named_parameters
 
 STEP = "step"
@@ -34,18 +33,6 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return iteration_of(group) != planned
     except ValueError:
         return True
-
-
-def check_groups(
-    groups: Sequence[Mapping[str, Any]], splits: Sequence[Split], check_by_rule: Callable[[Mapping[str, Any]], None]
-) -> None:
-    """Raise ValueError as `check_group`, `check_splits` and the rule."""
-    for group in groups:
-        check_group(group)
-        check_by_rule(group)
-    # A pipeline stage may have no matrices at all.
-    if names := [name for name, _ in named_parameters(groups)]:
-        check_splits(names, splits)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -17,9 +17,9 @@ from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.engine.orthogonalize import iteration
 from titan_muon.engine.step.algorithm import work_of
-from titan_muon.engine.tensors.matrices import split_of
 from titan_muon.engine.tensors.names import canonical_fqn
 from titan_muon.kernels.dispatch import Dispatch
+from titan_muon.matrices.stacks import split_of
 from titan_muon.options import MuonOptions
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed

@@ -1,0 +1,1 @@
+"""The matrices of a parameter, from which the engine makes a plan."""
