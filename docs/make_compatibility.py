@@ -29,7 +29,8 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa
 from tests.machines import machine_file  # noqa: E402
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
 from titan_muon.forecast.fake_world import fake_world  # noqa: E402
-from titan_muon.options import EXPERT, Expert, MuonOptions, PlacementRule, Split, choices  # noqa: E402
+from titan_muon.options import EXPERT, Expert, MuonOptions, Split, choices  # noqa: E402
+from titan_muon.planner.ownership import PlacementRule  # noqa: E402
 from titan_muon.trainer.recipe import schema  # noqa: E402
 from titan_muon.trainer.recipe.constraints import named_keys, violations  # noqa: E402
 from titan_muon.trainer.recipe.sections import Recipe  # noqa: E402

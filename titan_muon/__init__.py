@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from .assignment.fused import head_splits as head_splits
     from .assignment.groups import assign as assign
     from .assignment.groups import parameter_groups as parameter_groups
+    from .assignment.options import Rule as Rule
     from .assignment.rules import Assignment as Assignment
     from .forecast.preview import Preview as Preview
     from .forecast.preview import preview as preview
     from .hybrid import Hybrid as Hybrid
     from .muon import Muon as Muon
     from .options import Expert as Expert
-    from .options import Rule as Rule
     from .options import Split as Split
     from .owned import Owners as Owners
     from .owned import own as own
@@ -35,7 +35,7 @@ _MODULES: Mapping[str, str] = {
     "Muon": "muon",
     "Owners": "owned",
     "Preview": "forecast.preview",
-    "Rule": "options",
+    "Rule": "assignment.options",
     "Split": "options",
     "apply_in_forward": "plugins.forward_hooks",
     "as_torch": "plugins.migrate",

@@ -16,6 +16,7 @@ from .adamw import AdamW
 from .assignment.given_groups import optimizers_of_groups
 from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import ForwardsToParts, PartStates, build_optimizers
+from .assignment.options import Rule, refuse_hybrid_keywords, with_expert
 from .assignment.roles import IsMuon
 from .assignment.saved import of_adamw, regrouped
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
@@ -26,7 +27,7 @@ from .engine.tensors.names import named_parameters, warn
 from .engine.tensors.process_groups import checked_group, group_name, group_named, ranks_of
 from .engine.tensors.storage import placement_key
 from .muon import Muon
-from .options import NO_EXPERT, Expert, MuonOptions, Rule, refuse_hybrid_keywords, with_expert
+from .options import NO_EXPERT, Expert, MuonOptions
 
 
 class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):

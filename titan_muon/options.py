@@ -44,42 +44,6 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One `[[optimizer.rule]]`, or one rule of `Hybrid`: parameters with a matching name go to an optimizer."""
-
-    match: Annotated[str, TEXT]
-    """Glob on fully qualified names; `*` also crosses dots."""
-
-    optimizer: Annotated[str, TEXT]
-    """Name of a registered optimizer."""
-
-    options: dict[str, object] = field(default_factory=dict)
-    """Hyperparameters for these parameters that differ from the optimizer's own table."""
-
-
-Owner = int | Literal["balanced", "layer"]
-"""Holder of owned parameters, see `PlacementRule.owner`."""
-OWNER = Constraint(
-    '"balanced", "layer", or 0 or more',
-    lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementRule:
-    """One `[[placement.rule]]`: the placement of matching parameters between steps."""
-
-    match: Annotated[str, TEXT]
-    """Glob on fully qualified names; `*` also crosses dots."""
-
-    placement: Literal["owned", "shard0"]
-    """`owned`: whole on one rank; a stack of experts as whole experts on several ranks. `shard0`: sharded by FSDP2."""
-
-    owner: Annotated[Owner, OWNER] = "balanced"
-    """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of a rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Machine:
     """The machine for the plan: a name, or a file of measured rates."""
 
@@ -383,29 +347,13 @@ def muon_options(unknown: Iterable[str], expert: Expert, **keywords: Any) -> Muo
     for name in unknown:
         refuse_removed([name])
         match = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, (*KEYWORDS, *EXPERT), 1)), None)
-        hint = f" Did you mean {_written(match)}?" if match else ""
+        hint = f" Did you mean {written_option(match)}?" if match else ""
         raise TypeError(f"Muon has no keyword {name}.{hint} It takes {', '.join(KEYWORDS)}.")
     if not isinstance(expert, Expert):
         raise OptionError("expert", f"= {expert!r} is not accepted; write expert=titan_muon.Expert(...)")
     return MuonOptions(**keywords, **vars(expert))
 
 
-def refuse_hybrid_keywords(unknown: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword of Hybrid, with the place that takes it."""
-    for name in unknown:
-        refuse_removed([name])
-        if (match := OTHER_NAMES.get(name, name)) in EXPERT:
-            raise TypeError(f"Hybrid has no keyword {name}; write {_written(match)}, with titan_muon.Expert")
-        table = "muon" if name in KEYWORDS else "adamw"
-        raise TypeError(f"Hybrid has no keyword {name}; give options of one optimizer as {table}={{{name!r}: ...}}")
-
-
-def with_expert(muon: Mapping[str, Any], expert: Expert) -> dict[str, Any]:
-    """Muon's keywords in a Hybrid. Raises OptionError for an `expert` among them."""
-    if "expert" in muon:
-        raise OptionError("muon['expert']", "belongs beside muon; pass expert=Expert(...) to Hybrid")
-    return {**muon, "expert": expert}
-
-
-def _written(option: str) -> str:
+def written_option(option: str) -> str:
+    """An option of Muon as a user writes the keyword."""
     return f"expert=Expert({option}=...)" if option in EXPERT else option

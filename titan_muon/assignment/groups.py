@@ -13,7 +13,8 @@ from .. import options, registry
 from ..adamw import AdamW
 from ..engine.tensors.names import canonical_fqn, listed, warn
 from ..muon import Muon
-from ..options import OptionError, Rule
+from ..options import OptionError
+from .options import Rule
 from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, assign_parameters
 

@@ -20,8 +20,9 @@ from ..engine.exchange.agreement import Agreement
 from ..engine.faults.skip import CheckedNorm, SkipsSteps, agreed_scaling
 from ..matrices.stacks import check_splits, has_matrices, split_hint
 from ..muon import Muon
-from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Rule, Split
+from ..options import EXPERT, SHARED, Expert, Offload, OptionError, Split
 from .groups import ParamGroup, assigned_model, frozen_in, groups_of_parameters, named_parameters_of
+from .options import Rule
 from .roles import IsMuon, ParameterInfo, inspect_model
 from .rules import Assignment, splits_with
 

@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from ..matrices.stacks import split_of
-from ..options import OptionError, Rule, Split
+from ..options import OptionError, Split
 from ..selection import LOOKED_UP
+from .options import Rule
 from .roles import ParameterInfo, Role
 
 IS_MUON = "is_muon"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ..options import PlacementRule
+from ..planner.ownership import PlacementRule
 from ..removed import refusing_removed
 from .hooks import ModuleHooks, refuse_use_while_owned
 from .owners import Owners

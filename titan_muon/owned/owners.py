@@ -17,8 +17,8 @@ from ..engine.layout.work import standard_flops
 from ..engine.tensors.dtensor import layer_of
 from ..engine.tensors.names import unwrapped
 from ..matrices.stacks import split_of, stack_of
-from ..options import OptionError, Owner, PlacementRule, Split, check
-from ..planner.ownership import OwnedItem, Ownership, assign_owners, load_lines
+from ..options import OptionError, Split, check
+from ..planner.ownership import OwnedItem, Owner, Ownership, PlacementRule, assign_owners, load_lines
 from ..removed import refusing_removed
 from .comm import OwnerComm
 from .hooks import HookContext

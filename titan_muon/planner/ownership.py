@@ -6,11 +6,33 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Annotated, Literal
 
 from ..engine.layout.intervals import chunk
 from ..engine.planning import Task
-from ..options import Owner
+from ..ranges import TEXT, Constraint
 from .owners import Balancer
+
+Owner = int | Literal["balanced", "layer"]
+"""Holder of owned parameters, see `PlacementRule.owner`."""
+OWNER = Constraint(
+    '"balanced", "layer", or 0 or more',
+    lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRule:
+    """One `[[placement.rule]]`: the placement of matching parameters between steps."""
+
+    match: Annotated[str, TEXT]
+    """Glob on fully qualified names; `*` also crosses dots."""
+
+    placement: Literal["owned", "shard0"]
+    """`owned`: whole on one rank; a stack of experts as whole experts on several ranks. `shard0`: sharded by FSDP2."""
+
+    owner: Annotated[Owner, OWNER] = "balanced"
+    """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of a rank."""
 
 
 @dataclass(frozen=True)

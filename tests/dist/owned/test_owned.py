@@ -25,9 +25,10 @@ from tests.shared import equal
 from titan_muon import Expert, Muon, Owners, own
 from titan_muon.engine.layout.work import standard_flops
 from titan_muon.forecast.fake_world import fake_world
-from titan_muon.options import PlacementRule, Split
+from titan_muon.options import Split
 from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
 from titan_muon.owned.param import held_elements, holders
+from titan_muon.planner.ownership import PlacementRule
 
 DIM, HIDDEN, LAYERS = 32, 96, 4
 

@@ -163,7 +163,7 @@ def test_the_policy_learns_and_offload_between_phases_changes_no_bit(rank: int) 
 def test_a_stage_has_the_rules_of_the_whole_model(rank: int, ends_alone: bool) -> None:
     """A rule for one stage is not refused on another stage, also one without a matrix, and has a group on each."""
     from tests.unit.titan.assign.test_optimizers import Model, names
-    from titan_muon.options import Rule
+    from titan_muon.assignment.options import Rule
     from titan_muon.trainer.assign.container import HybridOptimizers
 
     slow = Rule(match="layers.1.wq.*", optimizer="muon", options={"lr": 0.5})

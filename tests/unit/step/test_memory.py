@@ -22,7 +22,8 @@ from titan_muon.engine.step.foreach import MomentumCall, Rectangle, UpdateCall
 from titan_muon.engine.step.muon import MuonAlgorithm
 from titan_muon.engine.tensors.storage import check_devices, trained_params
 from titan_muon.forecast.fake_world import fake_world
-from titan_muon.options import MuonOptions, PlacementRule
+from titan_muon.options import MuonOptions
+from titan_muon.planner.ownership import PlacementRule
 from titan_muon.planner.planner import passes_of
 from titan_muon.planner.summary import summarize
 

@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options
 from titan_muon.assignment.optimizer_set import ForwardsToParts, OptimizerSet, build_optimizers
+from titan_muon.assignment.options import Rule
 from titan_muon.assignment.roles import ParameterInfo, inspect_model
 from titan_muon.assignment.table import parameter_table
 from titan_muon.engine.exchange.agreement import Agreement
@@ -24,7 +25,6 @@ from titan_muon.engine.tensors.storage import STEP
 from titan_muon.features.replica_check import check_equal
 from titan_muon.forecast.lines import plan_lines
 from titan_muon.kernels.dispatch import Dispatch
-from titan_muon.options import Rule
 from titan_muon.planner.summary import summarize
 from titan_muon.plugins.forward_hooks import apply_in_forward, forward_updates
 from titan_muon.selection import algorithm_of

@@ -6,7 +6,9 @@ The help shows a key's docstring, or the comment after the key.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titan_muon.options import Expert, Hyperparameters, Machine, PlacementRule, Rule, StateDtype, StepOptions
+from titan_muon.assignment.options import Rule
+from titan_muon.options import Expert, Hyperparameters, Machine, StateDtype, StepOptions
+from titan_muon.planner.ownership import PlacementRule
 from titan_muon.ranges import FRACTION, MAY_CHANGE, NOT_NEGATIVE, Constraint, MayChange, at_least, list_of
 from titan_muon.trainer.recipe import torchtitan_sections as titan
 from titan_muon.trainer.recipe.torchtitan_sections import (

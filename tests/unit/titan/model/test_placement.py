@@ -14,9 +14,9 @@ from benchmarks.owned_model import make, matrices
 from tests import tiny
 from titan_muon import Owners, own
 from titan_muon.engine.layout.work import gram_flops, standard_flops
-from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
 from titan_muon.owned.owners import check_rules
+from titan_muon.planner.ownership import PlacementRule
 from titan_muon.trainer.dry_run.meta_model import build_meta_model
 from titan_muon.trainer.model.owned_placement import _flops
 from titan_muon.trainer.model.parallelize import with_placement
