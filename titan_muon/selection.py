@@ -118,7 +118,12 @@ def select(
         machine = planning_machine(options.machine, device.type)
         dispatch, planner = replace(dispatch, gpu=machine.methods), partial(plan_by_search, machine=machine)
     stacks = partial(stack_of, splits=options.split)
-    return Selection(options, algorithm, dispatch, planner, stacks, features_of, note)
+    rounding = None
+    if options.rounding == "stochastic" and any(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        from .features.rounding import StochasticRounding
+
+        rounding = StochasticRounding()
+    return Selection(options, algorithm, dispatch, planner, stacks, features_of, rounding, note)
 
 
 def algorithm_of(options: MuonOptions, groups: Sequence[Group] = ()) -> Algorithm:

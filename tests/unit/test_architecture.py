@@ -262,8 +262,8 @@ def test_the_architecture_page_has_every_file() -> None:
     assert page == make_architecture.written(page)
 
 
-WITH_SEVERAL_MEANINGS = {"DTYPES", "T", "Tensors", "main"}
-"""Names of several files: of dtypes, a type variable, an alias, and starts of commands."""
+WITH_SEVERAL_MEANINGS = {"DTYPES", "T", "main"}
+"""Names of several files: of dtypes, a type variable, and starts of commands."""
 
 
 def test_no_two_files_define_the_same_name() -> None:

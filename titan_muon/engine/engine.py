@@ -30,7 +30,7 @@ from .program.program import make_program, replicated_plain
 from .state.states import MatrixStates, kept_by
 from .step.algorithm import Algorithm, PlanContext, work_of
 from .step.feature import BuiltStep, FeaturesOf
-from .step.foreach import StepContext, methods_of
+from .step.foreach import Rounding, StepContext, methods_of
 from .step.gradients import ITERATION_KEYS, SeenInputs, StepGradients, checked_inputs, nonfinite
 from .step.muon import highest_rate
 from .step.step import LateUpdates, MuonStep, trace_range
@@ -63,6 +63,7 @@ class Selection:
         planner: the owners and the rounds.
         stack_of: the matrices of a parameter, by name and shape.
         features_of: the features that are on.
+        rounding: of weights. None: to the nearest number.
         note: for the plan.
     """
 
@@ -72,6 +73,7 @@ class Selection:
     planner: Planner
     stack_of: StackOf
     features_of: FeaturesOf
+    rounding: Rounding | None
     note: str = ""
 
 
@@ -204,6 +206,7 @@ def engine_of(
         agreement,
         options,
         buffers.device,
+        selected.rounding,
     )
     if overlap is None:
         # Else the overlap of the engine before, because hooks in the model hold it.

@@ -21,10 +21,10 @@ from ..engine.state.states import new_state
 from ..engine.step.algorithm import Algorithm, Decorated, PlanContext, Tensors
 from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import MomentumCall, StepContext
-from ..engine.step.rounding import hash_counts
 from ..engine.tensors.dtensor import from_local, local
 from ..engine.tensors.storage import STEP
 from ..options import OptionError
+from .rounding import hash_counts
 
 SCALES = "momentum_scale"
 SCALE_BLOCK = 64

@@ -16,10 +16,10 @@ from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import MomentumCall, Rectangle, StepContext, UpdateCall, group_numbers, slot_bytes
 from ..engine.step.gradients import StepGradients
 from ..engine.step.muon import MuonAlgorithm
-from ..engine.step.rounding import seed_of, wrapped
 from ..engine.step.views import BucketViews
 from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
+from ..features.rounding import seed_of, wrapped
 from ..options import MuonOptions, OptionError
 from .batches import BatchLaunches, TableLaunch, scratch_of, takes_batch
 from .tables import ALIGNMENT, EXCLUDED, MISSING, Row, Table, ViewPlace, address, bits

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..engine.step.rounding import wrapped
+from ..features.rounding import wrapped
 
 BLOCK = 2048
 """Elements of a program."""

@@ -167,7 +167,7 @@ def traffic(
 ) -> ElementTraffic:
     """Traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
-    Counts the operators of `engine/step/muon.py` and `engine/step/rounding.py`, without caches;
+    Counts the operators of `engine/step/muon.py` and `features/rounding.py`, without caches;
     tests/unit/step/test_memory.py compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
     `fused`: kernels of `kernels/passes.py`.
     """

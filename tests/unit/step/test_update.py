@@ -18,9 +18,9 @@ from titan_muon.engine.step import muon as update
 from titan_muon.engine.step import step as step_module
 from titan_muon.engine.step.algorithm import Tensors
 from titan_muon.engine.step.gradients import StepGradients
-from titan_muon.engine.step.rounding import chunk_of, hash_counts, memory_bytes
 from titan_muon.engine.step.step import UpdateMask
 from titan_muon.engine.step.views import Batch, strided
+from titan_muon.features.rounding import StochasticRounding, hash_counts
 
 
 def test_the_host_does_not_read_a_rate_on_the_device() -> None:
@@ -136,7 +136,9 @@ def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: ran
         torch._foreach_mul_(params, keep)
         torch._foreach_add_(params, updates, alpha=alpha)
 
-    chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
+    rounding = StochasticRounding()
+    scratch = torch.empty(rounding.memory_bytes(values), dtype=torch.uint8)
+    chunk = rounding.chunk([values.shape], [7], scratch)
     draws = [values.clone() for _ in steps]
     for number, param in zip(steps, draws, strict=True):
         chunk.update([param], [updates], scaled_sum, number)

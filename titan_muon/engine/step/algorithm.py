@@ -14,11 +14,10 @@ from ..layout.work import Work, WorkOf
 from ..orthogonalize import Iteration, Methods
 from ..state.states import StateSpec
 from ..tensors.process_groups import without_groups
-from .foreach import MomentumCall, UpdateCall
+from .foreach import MomentumCall, Tensors, UpdateCall
 from .views import Batch
 
 Group = Mapping[str, Any]
-Tensors = tuple[Tensor, ...] | list[Tensor]
 
 WEIGHT_NORM = "weight_norm"
 """Name of the state of `Algorithm.sums_norms`."""

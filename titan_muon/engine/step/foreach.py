@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -23,12 +23,36 @@ from ..exchange.exchange import BufferPiece, Buffers, Exchange
 from ..faults.report import FaultReport
 from ..layout.intervals import Span
 from ..layout.types import Plan
-from ..layout.work import ACCELERATOR_BYTES, ROUNDING_BYTES, WIDE_BYTES, chunk_bytes
+from ..layout.work import ACCELERATOR_BYTES, WIDE_BYTES, chunk_bytes
 from ..orthogonalize import Iteration, Method, Methods
 from ..program.program import Program
 from ..tensors.dtensor import on_device
 from ..tensors.storage import Storage, TrainedParam
-from .rounding import RoundedTogether, chunk_of, draw_key, memory_bytes
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+class RoundedChunk(Protocol):
+    """Parameters that are updated and rounded together, in `memory`. `firsts`: the count of the first draw of each."""
+
+    @property
+    def memory(self) -> Tensor: ...
+    @property
+    def firsts(self) -> list[int]: ...
+    def only(self, kept: Sequence[bool]) -> RoundedChunk: ...
+    def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
+        """`apply` changes float32 copies, which are rounded."""
+
+
+class Rounding(Protocol):
+    """Rounding of updated weights that draws a number for each element. `element_bytes`: temporary bytes of one."""
+
+    element_bytes: int
+
+    def applies_to(self, param: Tensor) -> bool: ...
+    def first_draw(self, fqn: str, index: int) -> int: ...
+    def memory_bytes(self, tensor: Tensor) -> int: ...
+    def chunk(self, shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> RoundedChunk: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,7 @@ class StepContext:
     Attributes:
         params, storage, iterations: by parameter of the plan.
         methods: by work of the plan.
+        rounding: of some weights. None: to the nearest number.
     """
 
     plan: Plan
@@ -52,13 +77,14 @@ class StepContext:
     agreement: Agreement
     options: MuonOptions
     device: torch.device
+    rounding: Rounding | None = None
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return on_device(tensor, self.device)
 
-    def rounds(self, parameter: int) -> bool:
-        """Whether updates round the parameter stochastically."""
-        return self.options.rounding == "stochastic" and self.storage[parameter].param.dtype == torch.bfloat16
+    def rounding_of(self, parameter: int) -> Rounding | None:
+        """The rounding of a parameter; None to the nearest number."""
+        return self.rounding if self.rounding and self.rounding.applies_to(self.storage[parameter].param) else None
 
     def numbers(self, numbers: list[int]) -> Tensor:
         """(count,) int64 on the device."""
@@ -166,7 +192,7 @@ class MomentumCall:
 class UpdateCall:
     """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
-    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds parameters stochastically. Both are in
+    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds the parameters. Both are in
     `memory`, which is allocated only during a call, with `scratch_bytes`.
     """
 
@@ -178,7 +204,7 @@ class UpdateCall:
     memory: UntypedStorage
     scratch: tuple[Tensor, ...] = ()
     scratch_bytes: int = 0
-    chunk: RoundedTogether | None = None
+    chunk: RoundedChunk | None = None
 
     def with_current_group(self) -> UpdateCall:
         # Clone, because a scheduler changes a tensor learning rate in place.
@@ -274,38 +300,44 @@ def momentum_calls(pieces: Iterable[BufferPiece], rank: StepContext) -> tuple[Mo
 def update_calls(pieces: Iterable[BufferPiece], rank: StepContext, scratch: Tensor) -> tuple[UpdateCall, ...]:
     """The update calls of these pieces. `scratch`: memory of all calls."""
     numbers, out_in = group_numbers(rank), rank.plan.out_in
-    draws = [rank.rounds(parameter) for parameter in range(len(rank.storage))]
+    roundings = [rank.rounding_of(parameter) for parameter in range(len(rank.storage))]
     placed = [
         (part, view, part.of(rank.storage[part.parameter].param), first)
         for piece in pieces
-        for part, view, first in _rectangles(piece, rank, draws=draws)
+        for part, view, first in _rectangles(piece, rank, roundings)
     ]
     calls = batched_by_kind(
         placed,
         lambda item: (numbers[item[0].parameter], out_in(item[0].matrix), item[2].dtype),
         call_bytes(rank.device.type),
-        lambda item: memory_bytes(item[2]) if draws[item[0].parameter] else slot_bytes(item[2]),
+        lambda item: _bytes_in_call(item[2], roundings[item[0].parameter]),
     )
-    return tuple(_update_call(rank, items, scratch, draws=draws[items[0][0].parameter]) for items in calls)
+    return tuple(_update_call(rank, items, scratch, roundings[items[0][0].parameter]) for items in calls)
 
 
 def scratch_bytes(rank: StepContext) -> int:
     """Bytes of `scratch` for any call."""
-    row_bytes = [(memory_bytes if rank.rounds(i) else slot_bytes)(s.param[:1]) for i, s in enumerate(rank.storage)]
+    row_bytes = [_bytes_in_call(s.param[:1], rank.rounding_of(number)) for number, s in enumerate(rank.storage)]
     return max(call_bytes(rank.device.type), chunk_bytes(rank.device.type), *row_bytes)
 
 
+def _bytes_in_call(tensor: Tensor, rounding: Rounding | None) -> int:
+    return slot_bytes(tensor) if rounding is None else rounding.memory_bytes(tensor)
+
+
 def _rectangles(
-    piece: BufferPiece, rank: StepContext, draws: Sequence[bool] | None = None
+    piece: BufferPiece, rank: StepContext, roundings: Sequence[Rounding | None] | None = None
 ) -> Iterator[tuple[Rectangle, Tensor | None, int]]:
     """Cuts a piece into rectangles of at most `chunk_bytes`, each with its part of the view and its first draw.
 
-    `draws`: by parameter, whether an update rounds stochastically; None for a change of the momentum.
+    `roundings`: of an update, by parameter; None for a change of the momentum.
     """
     matrix = rank.plan.matrices[piece.matrix]
-    param, drawn = rank.storage[matrix.parameter].param, draws is not None and draws[matrix.parameter]
-    element_bytes = WIDE_BYTES if draws is None else ROUNDING_BYTES if drawn else param.element_size()
-    key = draw_key(rank.plan.parameters[matrix.parameter].fqn, matrix.index) if drawn else 0
+    param, rounding = rank.storage[matrix.parameter].param, roundings[matrix.parameter] if roundings else None
+    element_bytes, key = WIDE_BYTES if roundings is None else param.element_size(), 0
+    if rounding is not None:
+        element_bytes = rounding.element_bytes
+        key = rounding.first_draw(rank.plan.parameters[matrix.parameter].fqn, matrix.index)
     # Rectangles with the same rows get the same height.
     most = max(1, (chunk_bytes(rank.device.type) // element_bytes - SLOT_ALIGNMENT) // max(1, param.size(1)))
     for span in piece.spans:
@@ -318,15 +350,18 @@ def _rectangles(
 
 
 def _update_call(
-    rank: StepContext, items: Sequence[tuple[Rectangle, Tensor | None, Tensor, int]], scratch: Tensor, *, draws: bool
+    rank: StepContext,
+    items: Sequence[tuple[Rectangle, Tensor | None, Tensor, int]],
+    scratch: Tensor,
+    rounding: Rounding | None,
 ) -> UpdateCall:
     parts, views, params, firsts = zip(*items, strict=True)
     updates = tuple(view for view in views if view is not None)
     assert len(updates) == len(params), "every stored piece is returned"
     group, out_in = rank.params[parts[0].parameter].group, rank.plan.out_in(parts[0].matrix)
     call = UpdateCall(group, out_in, parts, params, updates, scratch.untyped_storage())
-    if draws:
-        chunk = chunk_of([param.shape for param in params], firsts, scratch)
+    if rounding is not None:
+        chunk = rounding.chunk([param.shape for param in params], firsts, scratch)
         return replace(call, scratch_bytes=chunk.memory.nbytes, chunk=chunk)
     dtype, update_dtype = params[0].dtype, updates[0].dtype
     # Wider updates need no conversion: the sum is rounded once.

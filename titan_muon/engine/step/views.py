@@ -255,7 +255,8 @@ class _Builder:
     def joined(self, pieces: Sequence[BufferPiece], *, draws: bool = False) -> Sequence[BufferPiece]:
         """Fewer pieces, unless the work needs to know the matrix. `draws`: whether the work may draw by matrix."""
         plan = self.rank.plan
-        drawn = draws and any(self.rank.rounds(plan.matrices[piece.matrix].parameter) for piece in pieces)
+        numbers = (plan.matrices[piece.matrix].parameter for piece in pieces)
+        drawn = draws and any(self.rank.rounding_of(number) is not None for number in numbers)
         if drawn or self.rank.options.by_matrix:
             return pieces
         # The factor on the learning rate depends on the shape.

@@ -18,19 +18,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..layout.work import ROUNDING_BYTES
-
-Tensors = tuple[Tensor, ...] | list[Tensor]
+from ..engine.layout.work import ROUNDING_BYTES
+from ..engine.step.foreach import Tensors
 
 CHUNK_ALIGNMENT = 16
 """Elements of a chunk, for vectorized kernels."""
 
 UPPER_HALF = -(2**16)
-
-
-def draw_key(fqn: str, index: int) -> int:
-    """The count of the first element of a matrix. Further elements, in row-major order, have the next counts."""
-    return zlib.crc32(f"{fqn} {index}".encode())
 
 
 @dataclass(frozen=True)
@@ -86,21 +80,32 @@ def seed_of(step: int) -> int:
     return zlib.crc32(str(step).encode()) >> 2
 
 
-def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> RoundedTogether:
-    """A chunk in `scratch`. `firsts`: counts of the first elements."""
-    ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
-    memory = scratch[: ROUNDING_BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
-    starts = tuple(wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
-    wide, added, draws = (
-        tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
-        for flat in (memory[0], memory[1], memory[1].view(torch.int32))
-    )
-    return RoundedTogether(starts, wide, added, draws, memory)
+class StochasticRounding:
+    """Rounds the weights in bfloat16, see [Note: draws]."""
 
+    element_bytes = ROUNDING_BYTES
 
-def memory_bytes(tensor: Tensor) -> int:
-    """Bytes in a chunk."""
-    return ROUNDING_BYTES * _aligned(tensor.numel())
+    def applies_to(self, param: Tensor) -> bool:
+        return param.dtype == torch.bfloat16
+
+    def first_draw(self, fqn: str, index: int) -> int:
+        """The count of the first element of a matrix. Further elements, in row-major order, have the next counts."""
+        return zlib.crc32(f"{fqn} {index}".encode())
+
+    def memory_bytes(self, tensor: Tensor) -> int:
+        """Bytes in a chunk."""
+        return ROUNDING_BYTES * _aligned(tensor.numel())
+
+    def chunk(self, shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> RoundedTogether:
+        """A chunk in `scratch`. `firsts`: counts of the first elements."""
+        ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
+        memory = scratch[: ROUNDING_BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
+        starts = tuple(wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
+        wide, added, draws = (
+            tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
+            for flat in (memory[0], memory[1], memory[1].view(torch.int32))
+        )
+        return RoundedTogether(starts, wide, added, draws, memory)
 
 
 def _aligned(elements: int) -> int:
