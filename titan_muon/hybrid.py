@@ -18,7 +18,7 @@ from .assignment.groups import OPTIMIZER, modules_of
 from .assignment.optimizer_set import ForwardsToParts, PartStates, build_optimizers
 from .assignment.options import Rule, refuse_hybrid_keywords, with_expert
 from .assignment.roles import IsMuon
-from .assignment.saved import of_adamw, regrouped
+from .assignment.saved import load_parts
 from .assignment.table import decay_lines, doubts, frozen_lines, parameter_table, split_lines
 from .engine.exchange.agreement import Agreement
 from .engine.faults.skip import SkipsSteps
@@ -231,46 +231,12 @@ class Hybrid(ForwardsToParts, SkipsSteps, Optimizer):
         the state dict has with another optimizer.
         """
         with after_pre_hooks(self, state_dict) as loaded:
-            self._load(loaded)
+            agreement = Agreement(self.process_group)
+            agreement.raise_on_all_ranks(self._follow)
+            orders = self.parts.order, [assignment.fqn for assignment in self.assignments]
+            load_parts(loaded, self.optimizers, self.param_groups, orders, agreement)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        agreement = Agreement(self.process_group)
-        agreement.raise_on_all_ranks(self._follow)
-        saved = agreement.raise_on_all_ranks(lambda: self._saved_groups(state_dict))
-        of_adamw_alone = not any("optimizer" in group for group in state_dict["param_groups"])
-        parts: dict[Optimizer, dict[str, Any]] = {}
-        for name, part in self.optimizers.items():
-            if name == "adamw" or not of_adamw_alone:
-                groups = [group for group in saved if group[OPTIMIZER] == name]
-                keys = {key for group in groups for key in group["params"]}
-                states = {key: value for key, value in state_dict["state"].items() if key in keys}
-                parts[part] = {"state": states, "param_groups": groups}
-        adamws = [part for part in parts if isinstance(part, AdamW)]
-        others = [part for part in parts if not isinstance(part, Muon | AdamW)]
-        before = [{"state": part.state, "param_groups": part.param_groups} for part in others]
-        try:
-            agreement.raise_on_all_ranks(lambda: [part.load_state_dict(parts[part]) for part in others])
-            agreement.raise_on_all_ranks(lambda: [adamw.checked_states(parts[adamw]) for adamw in adamws])
-            for muon in self._muons if not of_adamw_alone else ():
-                muon.load_state_dict(parts[muon])
-        except Exception:
-            # Optimizers of other packages load at once, into new dicts and tensors.
-            for part, old in zip(others, before, strict=True):
-                part.__setstate__(old)
-            raise
-        for adamw in adamws:
-            adamw.load_state_dict(parts[adamw])
-
-    def _saved_groups(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if missing := {"state", "param_groups"} - state_dict.keys():
-            absent = " and no ".join(sorted(missing, reverse=True))
-            raise ValueError(f"state_dict: has no {absent}; pass what state_dict() returned")
-        saved = state_dict["param_groups"]
-        if saved and all("betas" in group and OPTIMIZER not in group for group in saved):
-            return of_adamw(saved, self.param_groups, (self.parts.order, [a.fqn for a in self.assignments]))
-        return regrouped(saved, self.param_groups)
 
     def close(self) -> None:
         for muon in self._muons:

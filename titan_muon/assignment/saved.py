@@ -1,12 +1,68 @@
-"""Groups of a state dict by the names of parameters, for a Hybrid."""
+"""State dicts of a Hybrid: groups by the names of parameters, and the part of each optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
+from ..adamw import AdamW
+from ..engine.exchange.agreement import Agreement
 from ..engine.state.saved import ParamGroups, is_muons, renamed
 from ..engine.tensors.names import canonical_fqn, listed, named_parameters, warn
+from ..muon import Muon
+from .groups import OPTIMIZER
+
+
+def load_parts(
+    state_dict: Mapping[str, Any],
+    optimizers: Mapping[str, Optimizer],
+    groups: ParamGroups,
+    orders: Sequence[Sequence[str]],
+    agreement: Agreement,
+) -> None:
+    """Load a state dict into a Hybrid's `optimizers`, with `groups`. Collective. `orders`: as in `of_adamw`.
+
+    Raises ValueError on every rank, before anything is loaded.
+    """
+    saved = agreement.raise_on_all_ranks(lambda: saved_groups(state_dict, groups, orders))
+    of_adamw_alone = not any(OPTIMIZER in group for group in state_dict["param_groups"])
+    parts: dict[Optimizer, dict[str, Any]] = {}
+    for name, optimizer in optimizers.items():
+        if name == "adamw" or not of_adamw_alone:
+            mine = [group for group in saved if group[OPTIMIZER] == name]
+            keys = {key for group in mine for key in group["params"]}
+            states = {key: value for key, value in state_dict["state"].items() if key in keys}
+            parts[optimizer] = {"state": states, "param_groups": mine}
+    adamws = [part for part in parts if isinstance(part, AdamW)]
+    others = [part for part in parts if not isinstance(part, Muon | AdamW)]
+    before = [{"state": part.state, "param_groups": part.param_groups} for part in others]
+    try:
+        agreement.raise_on_all_ranks(lambda: [part.load_state_dict(parts[part]) for part in others])
+        agreement.raise_on_all_ranks(lambda: [adamw.checked_states(parts[adamw]) for adamw in adamws])
+        for muon in (part for part in parts if isinstance(part, Muon)):
+            muon.load_state_dict(parts[muon])
+    except Exception:
+        # Optimizers of other packages load at once, into new dicts and tensors.
+        for part, old in zip(others, before, strict=True):
+            part.__setstate__(old)
+        raise
+    for adamw in adamws:
+        adamw.load_state_dict(parts[adamw])
+
+
+def saved_groups(
+    state_dict: Mapping[str, Any], groups: ParamGroups, orders: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """The saved groups, cut as `groups`. Raises ValueError as `of_adamw` and `regrouped`, and without groups."""
+    if missing := {"state", "param_groups"} - state_dict.keys():
+        absent = " and no ".join(sorted(missing, reverse=True))
+        raise ValueError(f"state_dict: has no {absent}; pass what state_dict() returned")
+    saved = state_dict["param_groups"]
+    if saved and all("betas" in group and OPTIMIZER not in group for group in saved):
+        return of_adamw(saved, groups, orders)
+    return regrouped(saved, groups)
 
 
 def regrouped(saved: ParamGroups, groups: ParamGroups) -> list[dict[str, Any]]:
