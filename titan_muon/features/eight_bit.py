@@ -23,8 +23,8 @@ from ..engine.step.feature import BuiltStep, Feature
 from ..engine.step.foreach import MomentumCall, StepContext
 from ..engine.tensors.dtensor import from_local, local
 from ..engine.tensors.storage import STEP
+from ..kernels.draws import hash_counts
 from ..options import OptionError
-from .rounding import hash_counts
 
 SCALES = "momentum_scale"
 SCALE_BLOCK = 64

@@ -19,9 +19,9 @@ from ..engine.step.muon import MuonAlgorithm
 from ..engine.step.views import BucketViews
 from ..engine.tensors.dtensor import is_host
 from ..engine.tensors.storage import STEP
-from ..features.rounding import seed_of, wrapped
 from ..options import MuonOptions, OptionError
 from .batches import BatchLaunches, TableLaunch, scratch_of, takes_batch
+from .draws import seed_of, wrapped
 from .tables import ALIGNMENT, EXCLUDED, MISSING, Row, Table, ViewPlace, address, bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

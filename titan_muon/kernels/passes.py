@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..features.rounding import FACTORS, wrapped
+from .draws import FACTORS, wrapped
 from .tables import EXCLUDED, MISSING
 
 FIRST_FACTOR: tl.constexpr = tl.constexpr(wrapped(FACTORS[0]))

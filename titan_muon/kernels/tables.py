@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..features.rounding import wrapped
+from .draws import wrapped
 
 BLOCK = 2048
 """Elements of a program."""

@@ -20,7 +20,8 @@ from titan_muon.engine.step.algorithm import Tensors
 from titan_muon.engine.step.gradients import StepGradients
 from titan_muon.engine.step.step import UpdateMask
 from titan_muon.engine.step.views import Batch, strided
-from titan_muon.features.rounding import StochasticRounding, hash_counts
+from titan_muon.features.rounding import StochasticRounding
+from titan_muon.kernels.draws import hash_counts
 
 
 def test_the_host_does_not_read_a_rate_on_the_device() -> None:
