@@ -80,6 +80,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "engine/program": (LAYOUT, PROGRAM, *FACE),
     "engine/orthogonalize": (f"{ENGINE}.orthogonalize", LAYOUT, *FACE),
     "engine/tensors": (f"{ENGINE}.tensors", f"{ENGINE}.orthogonalize", LAYOUT, PROGRAM, *FACE),
+    "matrices": ("titan_muon.matrices", LAYOUT, *FACE),
     "planner": ("titan_muon.planner", LAYOUT, PROGRAM, f"{ENGINE}.planning", *FACE),
     "options": (LAYOUT, f"{ENGINE}.orthogonalize", *FACE),
     "audit": ("titan_muon.audit",),
@@ -89,6 +90,7 @@ FORBIDDEN: Mapping[str, tuple[str, ...]] = {
     # A plan is computed from shapes and sizes.
     "engine/layout": ("torch",),
     "engine/program": ("torch",),
+    "matrices": ("torch",),
     "planner": ("torch",),
     "engine/orthogonalize": ("torch.distributed",),
     "owned": ("titan_muon.muon", f"{ENGINE}.step", f"{ENGINE}.tensors.storage", f"{ENGINE}.orthogonalize"),
@@ -136,7 +138,7 @@ def called(path: Path, names: set[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
-def test_only_three_folders_and_clipping_call_collectives(path: Path) -> None:
+def test_only_four_folders_and_two_files_call_collectives(path: Path) -> None:
     if (
         part(path) in ("owned", "audit")
         or path in (PACKAGE / "plugins" / "clip.py", PACKAGE / "features" / "replica_check.py")
@@ -192,7 +194,7 @@ def test_a_folder_has_at_most_ten_files_and_a_docstring(folder: Path) -> None:
     assert ast.get_docstring(tree(folder / "__init__.py"))
 
 
-ENGINE_AND_FACE = 8_610
+ENGINE_AND_FACE = 8_090
 """Lines. They only shrink; the aim is 7,000."""
 
 
