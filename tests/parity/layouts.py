@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from titan_muon.engine.tensors.dtensor import held_indices, own_rows
+from titan_muon.engine.tensors.dtensor import held_indices, own_rows, set_rows
 from titan_muon.options import Split
-from titan_muon.plugins.rows import set_rows
 
 DEVICE = torch.device(os.environ.get("PARITY_DEVICE", "cpu"))
 """Device of every row; of the environment, because ranks inherit it."""

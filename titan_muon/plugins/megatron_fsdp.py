@@ -10,13 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..engine.exchange.agreement import Agreement
-from ..engine.tensors.dtensor import local
+from ..engine.tensors.dtensor import local, set_rows
 from ..engine.tensors.names import named_parameters
 from ..muon import Muon
 from ..options import OptionError
 from ..selection import MARKS
 from .clip import OTHER_EXPERTS
-from .rows import set_rows
 
 
 def follow_megatron_fsdp(optimizer: Optimizer, model: nn.Module) -> None:

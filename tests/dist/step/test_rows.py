@@ -13,9 +13,8 @@ from tests.parity.layouts import LAYOUTS, placed
 from tests.shared import local, message, muon_keywords
 from titan_muon import Muon
 from titan_muon.adamw import AdamW
-from titan_muon.engine.tensors.dtensor import copy_rows
+from titan_muon.engine.tensors.dtensor import copy_rows, set_rows
 from titan_muon.options import Split
-from titan_muon.plugins.rows import set_rows
 
 HALVES = [Split(match="w", dims="(g f) d -> g | f d", lengths={"g": 2})]
 
@@ -69,7 +68,7 @@ def test_a_placement_of_another_package_is_refused_by_name_and_read_where_rows_a
     flat, rows = parameter(torch.ones(48), (12, 8), RaggedShard()), parameter(torch.ones(6, 8), (12, 8), RaggedShard())
     unread = message(Muon([("w", rows)]).build)
     assert "w: Muon cannot read a parameter placed as" in unread
-    assert "if its ranks store whole rows, call titan_muon.plugins.rows.set_rows" in unread
+    assert "if its ranks store whole rows, call titan_muon.engine.tensors.dtensor.set_rows" in unread
     for param in (flat, rows):
         set_rows(param, 6 * rank)  # type: ignore[arg-type]
     assert message(Muon([("w", flat)]).build).startswith("w: "), "flat elements are no rows"

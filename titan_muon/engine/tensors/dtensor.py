@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +18,8 @@ from ..layout import types
 from ..layout.intervals import region
 from .process_groups import ranks_of
 
-CHUNKS, ITEMS = "__create_chunk_list__", "__create_write_items__"
-"""Attributes of a local tensor with its place, see [Note: rows]."""
+CHUNKS = "__create_chunk_list__"
+"""Attribute of a local tensor with its place, see [Note: rows]."""
 
 
 def layout_of(fqn: str, tensor: Tensor, ranks: Sequence[int] | None = None) -> types.Layout:
@@ -61,7 +63,7 @@ def _placement(fqn: str, placement: Placement, *, by_rows: bool) -> types.Placem
     if not by_rows:
         raise ValueError(
             f"{fqn}: Muon cannot read a parameter placed as {placement}; if its ranks store whole rows, call "
-            "titan_muon.plugins.rows.set_rows(parameter, first_row) on each, or else shard it by fully_shard"
+            "titan_muon.engine.tensors.dtensor.set_rows(parameter, first_row) on each, or else shard it by fully_shard"
         )
     return types.Shard(0)
 
@@ -130,8 +132,8 @@ def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
 # [Note: rows]
 # - Megatron-FSDP cuts a buffer of several parameters into equal parts. So a rank has any range of a parameter's rows
 #   (indices of dim 0), also an empty one, and placements do not tell the range.
-# - `set_rows` (plugins/rows.py) sets a range on the local tensor, where torch.distributed.checkpoint reads the place of
-#   a part. A plan has the ranges of all ranks (`Layout.rows`).
+# - `set_rows` sets a range on the local tensor, where torch.distributed.checkpoint reads the place of a part. A plan
+#   has the ranges of all ranks (`Layout.rows`).
 
 
 def own_rows(tensor: Tensor) -> types.Interval | None:
@@ -146,13 +148,40 @@ def own_rows(tensor: Tensor) -> types.Interval | None:
     return types.Interval(start, start + local(tensor).size(0))
 
 
+def set_rows(tensor: DTensor, start: int) -> None:
+    """Let this rank's part of a DTensor begin at row `start`, for Muon and for torch.distributed.checkpoint."""
+    # The import takes long, and other layouts need none of it.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    coordinate, stored = tensor.device_mesh.get_coordinate(), local(tensor)
+    if coordinate is not None:
+        layout = layout_on("", tensor.shape, tensor.device_mesh, tensor.placements, by_rows=True)
+        others = region(layout, coordinate)[1:]
+        offsets = (start, *([*dim, (0, 0)][0][0] for dim in others))
+        part = ChunkStorageMetadata(torch.Size(offsets), stored.shape)
+        # Not closures, because the tensor may be pickled.
+        stored.__create_chunk_list__ = partial(_parts, part)  # type: ignore[attr-defined]
+        stored.__create_write_items__ = partial(_write_items, part)  # type: ignore[attr-defined]
+
+
 def copy_rows(source: Tensor, target: Tensor) -> None:
     """Set the rows of a state like those of its parameter, if the parameter has any set."""
-    given, part = local(source), local(target)
-    is_held = isinstance(target, DTensor) and target.device_mesh.get_coordinate() is not None
-    if is_held and part.shape == given.shape and own_rows(source) is not None:
-        for name in (CHUNKS, ITEMS):
-            setattr(part, name, getattr(given, name))
+    if isinstance(target, DTensor) and (rows := own_rows(source)) is not None:
+        set_rows(target, rows.start)
+
+
+def _parts(part: Any) -> list[Any]:
+    return [part]
+
+
+def _write_items(part: Any, fqn: str, tensor: DTensor) -> list[Any]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    if part.sizes.numel() == 0:
+        return []
+    data = TensorWriteData(part, TensorProperties.create_from_tensor(local(tensor)), tensor.size())
+    return [WriteItem(MetadataIndex(fqn, part.offsets), WriteItemType.SHARD, tensor_data=data)]
 
 
 def layer_of(fqn: str) -> str:
