@@ -69,6 +69,7 @@ def chains() -> list[Chain]:
         chain("muonh", homes, math={ALGORITHM: "muonh", "weight_decay": 0.0}, close=1e-4),
         chain("warm-up", shards, math={"momentum_warmup_steps": 3}),
         chain("int8 momentum", rows, math={"state_dtype": "int8"}, reference="one process", close=0.2),
+        chain("int8 momentum, any rows", ranges, math={"state_dtype": "int8"}, reference="one process", close=0.2),
         chain("bfloat16 momentum", shards, math={"state_dtype": "bfloat16"}, reference="one process"),
     ]
 
