@@ -182,8 +182,10 @@ def _check_kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found:
         lr, decay = s.stated("lr") or 1.0, s.stated("weight_decay") or 0.0
         room = 0.1 * lr * decay + 8 * v.noise + 0.25 * torch.finfo(s.dtype).eps + 1e-9
         other = not v.wrong and min(abs(v.decay - lr * decay), abs(v.decay - decay)) > room
-        # Cautious decay, averages of weights and changes after the step have other factors than none and twice.
-        usual = "decay" if decay and min(abs(v.decay), abs(v.decay - 2 * lr * decay)) < room else "undecided"
+        # Cautious decay, averages of weights and changes after the step have other factors than none and twice, or are
+        # no exact explanation.
+        is_usual = decay and v.error < FITS and min(abs(v.decay), abs(v.decay - 2 * lr * decay)) < room
+        decays = f"the group says weight_decay {decay:g}, and it is {v.decay / lr:.2g}"
         variant = f"a variant of Muon, whose own parts are not judged (error {v.error:.2f})"
         facts = (
             (v.scale < 0 and not group.get("maximize"), "sign", "the weight follows the gradient"),
@@ -191,7 +193,7 @@ def _check_kinds(seen: Mapping[str, Seen], judged: Mapping[str, Verdict], found:
             (wanted and v.kind == "sgd" and s.optimizer != "SGD", "sgd", SGD),
             (muon and v.error > 2 * FITS, "undecided", variant),
             (muon and name in embeddings, "embedding", "an embedding or output head is orthogonalized"),
-            (muon and other, usual, f"the group says weight_decay {decay:g}, and it is {v.decay / lr:.2g}"),
+            (muon and other, "decay" if is_usual else "undecided", decays),
         )
         for _, code, text in [fact for fact in facts if fact[0]][:1]:
             found[code, text].append(name)
