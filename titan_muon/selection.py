@@ -116,7 +116,7 @@ def select(
         from .planner.planner import plan_by_search
 
         machine = planning_machine(options.machine, device.type)
-        dispatch, planner = replace(dispatch, gpu=machine.methods), partial(plan_by_search, machine=machine)
+        dispatch, planner = replace(dispatch, gpu=machine), partial(plan_by_search, machine=machine)
     stacks = partial(stack_of, splits=options.split)
     rounding = None
     if options.rounding == "stochastic" and any(tensor.dtype == torch.bfloat16 for tensor in tensors):

@@ -55,38 +55,27 @@ class CommunicatorBytes:
     near_peer: int = 0
 
 
-@dataclass(frozen=True)
-class MachineRates:
+@dataclass(frozen=True, kw_only=True)
+class MachineRates(MethodRates):
     """Rates of a rank; all ranks of a job are equal.
 
     Attributes:
-        flops: FLOP/s of large products, by dtype.
         half_side: smaller side of products with about half of `flops`.
-        memory: bytes per second, read plus written.
         node, network: links between ranks of a node, and of different nodes.
         launch: seconds of an empty launch.
-        batch_bytes: smallest batch that fills the device.
         host, host_entry: seconds of the host for each launch, and for each tensor in lists of tensors.
         capacity: bytes of a rank's memory; 0 if unknown.
     """
 
-    name: str
     ranks_per_node: int
-    flops: Mapping[str, float]
     half_side: int
-    memory: float
     node: Link
     network: Link
     launch: float
-    batch_bytes: int = 2**28
     host: float = 0.0
     host_entry: float = 0.0
     capacity: int = 0
     communicators: CommunicatorBytes = CommunicatorBytes()
-
-    @property
-    def methods(self) -> MethodRates:
-        return MethodRates(self.name, self.flops, self.memory, self.batch_bytes)
 
     def rate(self, dtype: str, side: int) -> float:
         # Partial tiles, start and end weigh less in a larger product.
@@ -137,10 +126,10 @@ def _gpus(
     large = round(_SHARE * tflops) * 1e12
     return MachineRates(
         name,
-        ranks,
         {"bfloat16": large, "float16": large, "float32": round(_SHARE_FLOAT32 * float32) * 1e12},
-        half_side=400,
         memory=round(_SHARE_MEMORY * memory_tb, 2) * 1e12,
+        ranks_per_node=ranks,
+        half_side=400,
         node=node,
         network=replace(_NETWORK, bandwidth=links * _NETWORK.bandwidth),
         launch=4e-6,
@@ -167,7 +156,9 @@ MACHINES: Mapping[str, MachineRates] = {
         _gpus("gb200x72", 2500, 80, 8.0, _RACK_LINK, 184, ranks=72),
         _gpus("gb300x72", 2500, 80, 8.0, _RACK_LINK, 276, ranks=72, links=2),
         # Links of gloo on one host.
-        MachineRates(CPU.name, 8, CPU.flops, 64, CPU.memory, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, CPU.batch_bytes),
+        MachineRates(
+            **vars(CPU), ranks_per_node=8, half_side=64, node=Link(1e9, 2e-4), network=Link(1e9, 4e-4), launch=5e-6
+        ),
     )
 }
 """Machines by `machine.name`, except "auto"."""

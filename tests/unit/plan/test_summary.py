@@ -218,7 +218,14 @@ def test_digests_distinguish_placements(placements: tuple[Placement, ...]) -> No
 
 # A single resource takes time, so that expected times are simple.
 FREE = MachineRates(
-    "free", 8, dict.fromkeys(("bfloat16", "float16", "float32"), 1e30), 0, 1e30, Link(1e30, 0), Link(1e30, 0), 0
+    "free",
+    dict.fromkeys(("bfloat16", "float16", "float32"), 1e30),
+    1e30,
+    ranks_per_node=8,
+    half_side=0,
+    node=Link(1e30, 0),
+    network=Link(1e30, 0),
+    launch=0,
 )
 
 

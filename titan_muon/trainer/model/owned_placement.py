@@ -148,7 +148,7 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     # Another algorithm's cost would unbalance the owners.
     muon = recipe.muon
     every = iteration(muon.ns_coefficients, muon.ns_steps, muon.expert.eps)
-    rates = planning_machine(recipe.machine, device).methods
+    rates = planning_machine(recipe.machine, device)
     dispatch = Dispatch(muon.expert.orthogonalize, muon.expert.ns_dtype, device, gpu=rates)
     options = {name: value for name, value in vars(muon).items() if name != "expert"}
     work = work_of([every], dispatch, algorithm_of(MuonOptions(**options, **vars(muon.expert))))
