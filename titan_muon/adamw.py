@@ -381,9 +381,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             return
         self.synchronize()
         self.offloaded = to
-        for parameter in self.gradient_faults.params:
-            # In a Hybrid, `state` has the states of all optimizers.
-            state = self.state.get(parameter, {})
+        for parameter, state in self.state.items():
             for name in [name for name in AVERAGES if name in state]:
                 state[name] = moved_state(state[name], parameter, to)
 
