@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -164,7 +165,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     state_dtype: StateDtype = "parameter"
     offloaded: Offload = "none"
     expert: Expert = NO_EXPERT
-    _gradient_faults: GradientFaults | None = None
     _broken: Tensor | None = None
 
     def __init__(
@@ -181,7 +181,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self.expert = Expert(on_bad_gradient=on_bad_gradient)
         super().__init__(params, **options)
         # Now, because a parameter that is frozen later lacks a gradient.
-        self._gradient_faults = GradientFaults(self)
+        self.gradient_faults = GradientFaults(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {**self.defaults, **param_group}
@@ -191,10 +191,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         if self.state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
             problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
-        if self._gradient_faults is not None and self._gradient_faults.reporter is not None:
+        if self.gradient_faults.reporter is not None:
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
         super().add_param_group(param_group)
-        self._gradient_faults = None
+        del self.gradient_faults
         self.offloaded = resolved(self.offloaded, self.param_groups[-1]["params"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -234,11 +234,9 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._broken = None if self.expert.skips_step else broken
         return broken if self.expert.skips_step else None
 
-    @property
+    @cached_property
     def gradient_faults(self) -> GradientFaults:
-        if self._gradient_faults is None:
-            self._gradient_faults = GradientFaults(self)
-        return self._gradient_faults
+        return GradientFaults(self)
 
     def rebuild(self) -> None:
         """Expect gradients of the parameters that are not frozen now."""
