@@ -166,10 +166,7 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     if not isinstance(parameter, DTensor):
         return stage_ranks
     mesh = parameter.device_mesh
-    replicas = 1
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_replicate():
-            replicas *= mesh.size(axis)
+    replicas = math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
     if hasattr(parameter, MARKS[1]) and mesh.size() < stage_ranks:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is on {mesh.size()} of {stage_ranks} ranks, and "
