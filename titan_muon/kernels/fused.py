@@ -37,14 +37,14 @@ Kind = tuple[tuple[str, Any], ...]
 class Kernels:
     """Two launches for each bucket. A hook that refreshes the vector, see [Note: tables and the vector of a step].
 
-    `views`: the calls of the buckets, with their tensors. `scratch`: memory of the iterations, in a step. `dtypes`: of
-    gradients, by parameter; other dtypes have other launches.
+    `views`: the calls of the buckets, with their tensors. `algorithm`: without decorators. `scratch`: memory of the
+    iterations, in a step. `dtypes`: of gradients, by parameter; other dtypes have other launches.
     """
 
     captured = False
 
     def __init__(self, rank: StepContext, views: Sequence[BucketViews], algorithm: Algorithm) -> None:
-        self._rank, self._views, self._algorithm = rank, views, algorithm
+        self._rank, self._views, self.algorithm = rank, views, algorithm
         self._cautious = algorithm.options.cautious
         # See [Note: one launch].
         self._copies_unaligned = rank.options.cuda_graph is True
@@ -100,7 +100,7 @@ class Kernels:
         self._advances = self._by_dtypes[dtypes]
 
     def _momentum_rows(self, call: MomentumCall) -> Iterator[tuple[Kind, Row]]:
-        gathers = self._algorithm.for_parameter(call.parts[0].parameter).gathering.gather_kernel
+        gathers = self.algorithm.for_parameter(call.parts[0].parameter).gathering.gather_kernel
         if gathers == "copy" and not call.packed:
             return
         packed, grads = call.packed or call.momentum, call.grads or (None,) * len(call.parts)

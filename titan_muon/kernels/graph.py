@@ -144,10 +144,6 @@ class GraphFeature(Feature):
                 f"does not know what algorithm = {options.algorithm!r} reads in a step; define kind(), or set False"
             )
 
-    def decorate(self, parts: BuiltStep) -> None:
-        # Before others decorate it.
-        self._algorithm = parts.algorithm
-
     def runner(self, parts: BuiltStep) -> Runner | None:
         """The step as graphs."""
         on_gpu = parts.rank.device.type == "cuda"
@@ -156,7 +152,9 @@ class GraphFeature(Feature):
         warn("cuda_graph = True: a step is one CUDA graph, which is not measured on a GPU")
         assert isinstance(parts.passes, Kernels), "see `check`"
         groups = zip(group_numbers(parts.rank), parts.rank.params, strict=True)
-        of_group = {g: (self._algorithm.for_parameter(n), trained.group) for n, (g, trained) in enumerate(groups)}
+        of_group = {
+            g: (parts.passes.algorithm.for_parameter(n), trained.group) for n, (g, trained) in enumerate(groups)
+        }
         return CapturedStep(parts.step, parts.passes, list(of_group.values()), parts.rank.device)
 
 
