@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))
-PLANS, PROCESSES = 25, 8
+PLANS, PROCESSES = 75, 3
 ROOT = Path(__file__).parents[3]
 SHAPES = ((24, 40), (40, 24), (13, 18), (5, 12, 20), (4, 9, 9), (64, 16), (3, 8, 48))
 ALGORITHMS: tuple[str | tuple[str, ...], ...] = ("muon", "soap", "normuon", "adamuon", "muoneq", ("muoneq", "normuon"))
@@ -59,7 +59,8 @@ def text_of(seed: int) -> str:
                 placements = [draw.choice((Replicate(), Shard(0), Shard(1))) for _ in range(mesh.ndim)]
                 tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
             group["params"].append(torch.nn.Parameter(tensor))
-            group["param_names"].append(f"layers.{number}.weight{index}")
+            # Each plan has other names, and so another order of a set.
+            group["param_names"].append(f"layers.{number}.weight{index}_{draw.randrange(1000)}")
         groups.append(group)
     try:
         muon = Muon(groups, **muon_keywords(**{name: draw.choice(values) for name, values in OPTIONS.items()}))
@@ -74,10 +75,10 @@ def text_of(seed: int) -> str:
 
 
 def main(number: int, plans: int) -> None:
-    """Print a digest for each plan. `number`: of the process."""
+    """Print a digest for each plan. `number`: of the process, and of the module that it imports first."""
     draw, names = random.Random(number), ("algorithms.soap", "planner.planner", "hybrid")
-    modules = ["torch.distributed.tensor", *(f"titan_muon.{name}" for name in names)]
-    draw.shuffle(modules)
+    modules = [f"titan_muon.{name}" for name in (*names[number:], *names[:number])]
+    modules.insert(draw.randint(0, len(names)), "torch.distributed.tensor")
     for module in modules:
         # Objects between the modules move addresses.
         kept = [bytearray(draw.randint(16, 4096)) for _ in range(draw.randint(0, 2000))]
@@ -105,7 +106,7 @@ def digests(number: int) -> list[Any]:
 
 
 def test_fresh_processes_plan_the_same_steps() -> None:
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(PROCESSES) as pool:
         first, *others = pool.map(digests, range(PROCESSES))
     refused, *plans = first
     assert refused < len(plans) / 2
