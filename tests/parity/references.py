@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parity.layouts import assembled, drawn, matrices
-from tests.reference_muon import ReferenceMuon
-from tests.reference_soap import ReferenceSoap
+from tests.reference_muon import ReferenceMuon, ReferenceSoap
 from tests.shared import muon_keywords
 from titan_muon import Muon
 
@@ -74,7 +73,7 @@ class TorchMuon:
 
 
 class Papers:
-    """The definitions in tests/reference_muon.py and tests/reference_soap.py on each matrix, by group."""
+    """The definitions in tests/reference_muon.py on each matrix, by group."""
 
     def __init__(self, names: list[str], options: Options, other: Options, dtype: torch.dtype) -> None:
         self.references = dict[str, ReferenceMuon | ReferenceSoap]()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.reference_soap import ReferenceSoap
+from tests.reference_muon import ReferenceSoap
 from tests.unit.test_refusals import Own, WithOptions
 from titan_muon import Expert, Muon, registry
 from titan_muon.algorithms.second_moment import NorMuon

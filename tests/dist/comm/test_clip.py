@@ -13,8 +13,8 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist import small_params
 from tests.dist.harness import on_ranks, run_ranks
 from tests.parity.layouts import LAYOUTS, mesh_of, placed
-from tests.reference_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from tests.shared import local, message
+from tests.unit.test_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
 from titan_muon import Muon, transformers_qk_clip
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
