@@ -4,12 +4,16 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+import torch
 
+import models  # noqa: F401 (registers the families)
+from titan_muon import assign
 from titan_muon.assignment.rules import Assignment
 from titan_muon.forecast.model import Memory
 from titan_muon.planner.machine import MACHINES
 from titan_muon.trainer.dry_run.training import TRAINING_SHARE, ModelSize, Passes, PassMemory, Training
 from titan_muon.trainer.dry_run.verdict import Verdict, memory_parts
+from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe
 from titan_muon.trainer.recipe.sections import ActivationCheckpoint
 
@@ -17,23 +21,9 @@ H100 = MACHINES["h100x8"]
 GIB = 2**30
 
 
-def llama3_8b(layers: int = 32) -> list[Assignment]:
-    shapes = {
-        "attention.wq": (4096, 4096),
-        "attention.wk": (1024, 4096),
-        "attention.wv": (1024, 4096),
-        "attention.wo": (4096, 4096),
-        "feed_forward.w1": (14336, 4096),
-        "feed_forward.w2": (4096, 14336),
-        "feed_forward.w3": (14336, 4096),
-    }
-    inner = [
-        Assignment(f"layers.{layer}.{name}.weight", shape, "muon", "", None)
-        for layer in range(layers)
-        for name, shape in shapes.items()
-    ]
-    outer = [Assignment(f"{name}.weight", (128256, 4096), "adamw", "", None) for name in ("tok_embeddings", "lm_head")]
-    return [*outer, *inner]
+def llama3_8b() -> list[Assignment]:
+    with torch.device("meta"):
+        return assign(model_spec("llama3", "8B", on_cpu=False).model.build())
 
 
 SIZE = ModelSize(token_flops=6 * 7_504_000_000, vocabulary=128256, routed=0.0)
