@@ -153,7 +153,7 @@ gpu-wheels:
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
-	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/orthogonalize/test_symmetric.py
+	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/orthogonalize/test_dispatch.py
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/features/test_fused.py tests/unit/features/test_graph_replay.py tests/unit/features/test_separable.py -k 'fused or graph'
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 

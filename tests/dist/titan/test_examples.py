@@ -42,30 +42,21 @@ LAYOUTS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {
 
 
 def small_config() -> Any:
-    """A TorchTitan configuration in place of the debug model, whose text is in TorchTitan's repository."""
-    from torchtitan.components.checkpointer import CheckpointManager
-    from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.components.optimizer import LRSchedulersContainer
-    from torchtitan.config import TrainingConfig
+    """TorchTitan's debug configuration with another model and text, because its text is in TorchTitan's repository."""
     from torchtitan.models.common.config_utils import decoder_vocab_size
-    from torchtitan.trainer import Trainer
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
     from models import qwen3
     from titan_muon.trainer.data.loader import dataloader_config
     from titan_muon.trainer.data.tokenizers import tokenizer_config
 
-    spec, data = qwen3.build("moe_tiny", vocab_size=None), Data(source="python", tokenizer="bytes")
-    return Trainer.Config(
-        model_spec=spec,
-        tokenizer=tokenizer_config(data),
-        dataloader=dataloader_config(data),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-        training=TrainingConfig(steps=STEPS, seq_len=64),
-        loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
-        metrics=MetricsProcessor.Config(log_freq=1),
-        checkpoint=CheckpointManager.Config(enable=True, interval=HALF, last_save_model_only=False),
-    )
+    config, data = qwen3_moe_debug(), Data(source="python", tokenizer="bytes")
+    config.model_spec = qwen3.build("moe_tiny", vocab_size=None)
+    config.loss.loss_fn.global_vocab_size = decoder_vocab_size(config.model_spec)
+    config.tokenizer, config.dataloader = tokenizer_config(data), dataloader_config(data)
+    config.training = replace(config.training, steps=STEPS, seq_len=64)
+    config.checkpoint = replace(config.checkpoint, enable=True, interval=HALF)
+    return config
 
 
 def train(rank: int, world_size: int, folder: Path, data_ranks: int, options: tuple[str, ...]) -> list[str]:
