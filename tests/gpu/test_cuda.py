@@ -1,7 +1,7 @@
 """A CUDA device computes the CPU's results, up to rounding. Ranks on a GPU: `make gpu CALL=3`.
 
 Each test also runs on the CPU, and on fake CUDA tensors: without numbers, but with shapes, dtypes, devices, and an
-error for a host wait.
+error for a host wait. Tests of fake tensors alone need no GPU.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.accuracy import relative_error
 from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu, fake_rank
+from benchmarks.rehearsal.recorder import MATRIX_PRODUCTS, Operations
 from tests.shared import muon_keywords
 from titan_muon import Muon
+from titan_muon.adamw import AdamW
 from titan_muon.engine.orthogonalize import Method, frobenius_norms, iterate, iteration, orthogonalize, zero_nonfinite_
 from titan_muon.engine.orthogonalize.newton_schulz import plain
+from titan_muon.engine.tensors.dtensor import local
 from titan_muon.kernels.dispatch import product_of
+from titan_muon.owned import own
 
 # Tensors of two fake GPUs do not mix, so all tests use one fake GPU.
 FAKE_GPU = FakeGpu()
@@ -73,8 +79,10 @@ needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
 )
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 FAKE_PARAM = pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name)
 CUDA_PARAM = pytest.param(CUDA, marks=needs_gpu, id=CUDA.name)
+KERNELS_PARAM = pytest.param(CUDA, marks=(*needs_gpu, needs_triton), id=CUDA.name)
 on_every_device = pytest.mark.parametrize("target", [pytest.param(CPU, id=CPU.name), FAKE_PARAM, CUDA_PARAM])
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
@@ -120,8 +128,7 @@ def test_nonfinite_matrices_are_set_to_zero(dtype: torch.dtype, target: Target) 
         assert torch.equal(placed.cpu(), stack)
 
 
-@pytest.mark.parametrize("target", [CUDA_PARAM])
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("target", [KERNELS_PARAM])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 256, 256), (3, 128, 512), (2, 512, 128), (2, 400, 272), (1, 16, 48)], ids=str)
 def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
@@ -168,8 +175,7 @@ def test_muon_in_a_single_process_equals_the_cpu_result(orthogonalize: str, targ
         assert target.fake or relative_error(param.cpu(), expected[name]).max() < 1e-4, name
 
 
-@pytest.mark.parametrize("target", [CUDA_PARAM])
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("target", [KERNELS_PARAM])
 def test_the_fused_kernels_train_like_the_foreach_operators(target: Target) -> None:
     """On a GPU alone, without a host wait. `make kernels` runs the kernels under Triton's interpreter."""
     expected = trained(target, "standard")
@@ -177,9 +183,8 @@ def test_the_fused_kernels_train_like_the_foreach_operators(target: Target) -> N
         assert relative_error(weight, expected[name]).max() < 1e-5, name
 
 
-@pytest.mark.parametrize("target", [CUDA_PARAM])
+@pytest.mark.parametrize("target", [KERNELS_PARAM])
 @pytest.mark.parametrize("algorithm", ["muon", "normuon", "adamuon"])
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_captured_steps_have_the_bits_of_eager_steps(target: Target, algorithm: str) -> None:
     """No GPU has run this yet. Recorded steps replay on the CPU: tests/unit/features/test_graph_replay.py."""
     eager, captured = (
@@ -212,3 +217,98 @@ def test_a_target_detects_a_wait_of_the_host(target: Target) -> None:
     placed = target.placed(random(2, 2))
     with target.active(), pytest.raises(RuntimeError):
         placed.sum().item()
+
+
+# Fake CUDA tensors alone, without a GPU
+
+
+@pytest.fixture(autouse=True)
+def _as_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+
+
+def test_a_momentum_loaded_on_the_host_moves_to_the_parameters_device() -> None:
+    """As after torch.load(..., map_location="cpu")."""
+    with fake_gpu():
+        param = nn.Parameter(torch.empty(8, 4, device="cuda"))
+        muon = Muon([("w", param)]).build()
+        state = muon.state_dict()
+        state["state"][0]["momentum_buffer"] = torch.zeros(8, 4)
+        muon.load_state_dict(state)
+        assert muon.state[param]["momentum_buffer"].device == param.device
+        param.grad = torch.empty(8, 4, device="cuda")
+        muon.step()
+
+
+def test_a_step_in_the_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu():
+        param = nn.Parameter(torch.empty(8, 4, device="cuda"))
+        muon = Muon([("w", param)]).build()
+        param.grad = torch.empty(8, 4, device="cuda")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(
+            ValueError, match=r"^Muon\.step cannot be captured in a CUDA graph, .* one launch, after it$"
+        ):
+            muon.step()
+        monkeypatch.undo()
+        muon.step()
+
+
+@pytest.mark.parametrize("build", [Muon, pytest.param(AdamW, marks=needs_cuda_build)])
+def test_parameters_of_fsdp_on_the_host_are_updated_on_the_device(build: Any) -> None:
+    """Like any user's: only CPUOffloadPolicy moves the parameters to the host."""
+    with fake_gpu() as gpu, fake_rank(2, 0):
+        model = nn.Linear(64, 64, bias=False, device="cuda")
+        fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy())
+        (param,) = model.parameters()
+        assert param.to_local().device.type == "cpu"
+        optimizer = build(model.named_parameters())
+        param.grad = torch.zeros_like(param)
+        gpu.syncs.clear()
+        with Operations() as operations:
+            optimizer.step()
+        assert MATRIX_PRODUCTS & operations.counts.keys() or build is not Muon
+        averages = [state for name, state in optimizer.state[param].items() if name != "step"]
+        assert {local(tensor).device.type for tensor in (*averages, param)} == {"cpu"}
+        assert gpu.syncs[-1] == "cuda.synchronize", "for the parameter, which the host may read next"
+        assert {*gpu.syncs[:-1]} <= {"Event.synchronize"}, "no copy is waited for, and the last step's faults are there"
+        # Two transfers bring all four tensors of AdamW at once.
+        assert operations.counts["copy_"] >= (3 if build is Muon else 4)
+
+
+def test_parameters_partly_on_the_host_are_refused() -> None:
+    with fake_gpu(), fake_rank(1, 0):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False, device="cuda") for _ in range(2)))
+        mesh = init_device_mesh("cuda", (1,))
+        fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy())
+        fully_shard(model[1], mesh=mesh)
+        with pytest.raises(
+            ValueError, match=r"1\.weight: is on cuda:0, and offload = 'parameters' takes what is on the"
+        ):
+            Muon(model.named_parameters()).build()
+
+
+def test_owned_parameters_and_gradients_are_in_pinned_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    pin, empty_like = torch.Tensor.pin_memory, torch.empty_like
+
+    def pins(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(copy := pin(tensor))
+        return copy
+
+    def makes(like: torch.Tensor, **options: Any) -> torch.Tensor:
+        buffer = empty_like(like, **options)
+        if options.get("pin_memory"):
+            pinned.append(local(buffer))
+        return buffer
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pins)
+    monkeypatch.setattr(torch, "empty_like", makes)
+    with fake_gpu(), fake_rank(1, 0):
+        layer = nn.Linear(8, 8, bias=False, device="cuda")
+        own(layer, mesh=init_device_mesh("cuda", (1,)), params=[layer.weight], offload_policy=CPUOffloadPolicy())
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+        (param,) = layer.parameters()
+        assert local(param).device.type == local(param.grad).device.type == "cpu"
+        places = [tensor.data_ptr() for tensor in pinned]
+        assert places == [local(param).data_ptr(), local(param.grad).data_ptr()]

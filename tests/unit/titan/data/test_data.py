@@ -45,13 +45,13 @@ def data(tmp_path: Path) -> Data:
     return Data(source="files", files=(f"{folder}/*.txt",), validation_fraction=0.25, cache=f"{tmp_path}/cache")
 
 
-def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LEN, **changes):
-    """The loader of a rank, with changes of its configuration."""
+def build(data: Data, *, dp=1, rank=0, batch=2, validation=False, seq_len=SEQ_LEN, tokenizer=None, **changes):
+    """The loader of a rank, by default with the data's tokenizer, and with changes of its configuration."""
     config = replace(dataloader_config(data, validation=validation), **changes)
     return config.build(
         dp_world_size=dp,
         dp_rank=rank,
-        tokenizer=tokenizer_config(data).build(tokenizer_path="unused"),
+        tokenizer=tokenizer or tokenizer_config(data).build(tokenizer_path="unused"),
         seq_len=seq_len,
         local_batch_size=batch,
         # As TorchTitan's trainer.
