@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.dist.harness import run_ranks
-from tests.unit.features.kernel_steps import Change, Where, first_difference, needs_interpreter, trained
+from tests.unit.features.test_fused import Change, Where, first_difference, needs_interpreter, trained
 from titan_muon import Expert, Muon
 from titan_muon.engine.exchange.exchange import Collectives, Traffic, wait_all
 from titan_muon.kernels import batches, fused, graph

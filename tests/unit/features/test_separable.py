@@ -11,7 +11,7 @@ import pytest
 
 import titan_muon
 from tests.dist.harness import run_program
-from tests.unit.features.kernel_steps import needs_interpreter
+from tests.unit.features.test_fused import needs_interpreter
 from titan_muon import selection
 
 PACKAGE = Path(titan_muon.__file__).parent

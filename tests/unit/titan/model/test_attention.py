@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 import models
-from tests.unit.titan.model.batches import attended, initialized
+from tests.unit.titan.model.test_models import attended, initialized
 from titan_muon.plugins.qk_clip import QKClip
 from titan_muon.trainer.model import attention, logits
 from titan_muon.trainer.model.attention import DenseMask, DenseMaskAttention, dense, share_dense_mask

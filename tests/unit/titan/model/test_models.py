@@ -5,19 +5,38 @@ import importlib
 import re
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torchtitan.distributed.pipeline_parallel import _split_module
 
 import models  # noqa: F401 (registers the families)
-from tests.unit.titan.model.batches import initialized
 from titan_muon import registry
 from titan_muon.trainer.model.parallelize import with_placement
 from titan_muon.trainer.model.pipeline import init_within
 from titan_muon.trainer.model.spec import model_spec
 from titan_muon.trainer.recipe import Recipe
 from titan_muon.trainer.recipe.torchtitan_sections import Parallelism
+
+
+def initialized(config: Any, seed: int = 0) -> Any:
+    """The model of a configuration on the CPU, with the initial values of a seed."""
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model
+
+
+def attended(inner: Any, *qkv: Tensor, **options: Any) -> Tensor:
+    """Output of an inner attention for queries, keys and values of (batch, length, heads, width)."""
+    out: Tensor = inner(*qkv, **options)
+    return out.view(*qkv[0].shape[:2], *out.shape[-2:])
+
 
 # Published sizes; see the sources in each family's module. Parameters, matrices, and every matrix inside the layers
 # except the router's, as `COUNT of ROWSxCOLUMNS`. `xSTACK` follows for a stack of experts in one parameter.
