@@ -1,8 +1,21 @@
-"""The order of the tests."""
+"""The order of the tests, and worlds of ranks."""
+
+from collections.abc import Iterator
 
 import pytest
+
+from tests.dist.harness import World
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests come first, because a worker waits at the end for the last test of the other worker."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/dist/titan"))
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, World]]:
+    """By size, ranks that start with the first run and stay for the tests of a module."""
+    made = {size: World(size, quiet=True) for size in (1, 2, 4, 8)}
+    yield made
+    for world in made.values():
+        world.close()

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,6 @@ QUICK = ("own Muon", "accumulation", "flat buffers", "no Newton-Schulz", "Newton
          "owned matrices", "heads",
          "updates in the next forward", "weights overwritten after a load", "shards orthogonalized, 2 ranks",
          "replicas drift")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    made = {size: World(size, quiet=True) for size in (1, 2, 4)}
-    yield made
-    for world in made.values():
-        world.close()
 
 
 @pytest.mark.parametrize(

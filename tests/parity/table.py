@@ -46,6 +46,14 @@ SKIP: Options = {"on_bad_gradient": "skip_step"}
 MISSING: Options = {"on_bad_gradient": "skip_missing"}
 GATHERED: Options = {"exchange": "all_gather"}
 REDUCED: Options = {"exchange": "all_gather_reduce_scatter"}
+MOVED: dict[str, Options] = {
+    "all_gather": GATHERED,
+    "all_gather_reduce_scatter": REDUCED,
+    "redundant": {"replicas": "redundant"},
+    "state owner": KEPT,
+    "offloaded state": {"offload": "state"},
+}
+"""Options that move work, memory or traffic, on any layout."""
 FLOAT32: Options = {"ns_dtype": "float32", "wire_dtype": "float32", "orthogonalize": "auto"}
 NOT_FINITE = "gradient or momentum was not finite"
 
@@ -103,14 +111,10 @@ def options() -> list[Row]:
     meshes = ("fsdp", "first ranks", "last ranks", "all but one", "every other", "one rank")
     network = {"options": {"machine": SLOW_NETWORK}, "proof": "hierarchical"}
     changed: dict[str, Options] = {
-        "all_gather": GATHERED,
-        "all_gather_reduce_scatter": REDUCED,
-        "redundant": {"replicas": "redundant"},
-        "state owner": KEPT,
+        **MOVED,
         "float32 wire": {"wire_dtype": "float32"},
         "kept buffers": {"keep_buffers": True},
         "released gradients": {"release_grads": True},
-        "offloaded state": {"offload": "state"},
         "offloaded parameters": {"offload": "parameters"},
         "skip": SKIP,
         "skip missing": MISSING,
@@ -126,12 +130,7 @@ def options() -> list[Row]:
         "several buckets, offloaded, reduced": {**REDUCED, **in_bytes(24_000), "offload": "state"},
         "several buckets, hierarchical": {"buffer_gib": 8_000 / 2**30, "machine": SLOW_NETWORK, "state": "owner"},
     }
-    keeping: dict[str, Options] = {
-        "released": {"release_grads": True},
-        "offloaded": {"offload": "state"},
-        "skip": SKIP,
-        "skip missing": MISSING,
-    }
+    keeping = {name: changed[name] for name in ("released gradients", "offloaded state", "skip", "skip missing")}
     exchanges = {"all_gather": GATHERED, "all_gather_reduce_scatter": REDUCED}
     return [
         row("all layouts", layouts=(*FOUR, "owned")),
@@ -204,14 +203,7 @@ def owned() -> list[Row]:
 def ranges() -> list[Row]:
     """Any range of rows on each rank, as Megatron-FSDP shards."""
     four = ("ranges", "ranges, hsdp", "ranges, hfsdp", "ranges x tp rows", "ranges x tp columns", "ranges beside tp")
-    changed: dict[str, Options] = {
-        "all_gather": GATHERED,
-        "all_gather_reduce_scatter": REDUCED,
-        "redundant": {"replicas": "redundant"},
-        "state owner": KEPT,
-        "offloaded state": {"offload": "state"},
-        "several buckets, released": {**SEVERAL, "release_grads": True},
-    }
+    changed = {**MOVED, "several buckets, released": {**SEVERAL, "release_grads": True}}
     nan, missing = ({"gradients": {2: ("tall", change)}, "error": ("layers.0.tall",)} for change in (torch.nan, DROP))
     return [
         row("ranges, 2 ranks", 2, ("ranges", "fsdp", "plain")),
@@ -320,13 +312,7 @@ def algorithms() -> list[Row]:
         "number": {"adjust_lr_fn": 0.18},
         "spectral": {"adjust_lr_fn": "spectral_unclamped"},
     }
-    placed: dict[str, Options] = {
-        "state owner": KEPT,
-        "redundant": {"replicas": "redundant"},
-        "all_gather": GATHERED,
-        "offloaded": {"offload": "state"},
-        "several buckets": SEVERAL,
-    }
+    placed = {**MOVED, "several buckets": SEVERAL}
     int8 = {"state_dtype": "int8"}
     eight = {"shapes": FEW, "math": int8, "reference": "twin"}
     signs = {"reference": "paper", "math": ELEMENTS_SMOOTHED}

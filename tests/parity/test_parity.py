@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,6 @@ from tests.parity.layouts import MATRICES, ODD, ODD_STACKS, STACKS
 from tests.parity.table import FOUR, rows
 from tests.parity.training import DROP, Row, Training, differences
 from titan_muon.options import Machine
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    made = {size: World(size, quiet=True) for size in (1, 2, 4, 8)}
-    yield made
-    for world in made.values():
-        world.close()
 
 
 @pytest.mark.parametrize("row", rows(), ids=str)

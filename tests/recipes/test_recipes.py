@@ -377,6 +377,7 @@ REFUSED = [
         r'placement\.rule: .*experts.* cannot be owned with checkpoint\.last_save_in_hf; set placement = "shard0"',
     ),
     # By files and packages.
+    ("--import no_module", r"^imports: there is no module 'no_module'; install it, or start in the folder of"),
     ("--model.hf_assets_path /no/where", r"model\.hf_assets_path = '/no/where': no such folder"),
     ("--checkpoint.initial_load_path /", r"checkpoint\.initial_load_path = '/' has no \.metadata"),
     ("--compile.enable --compile.backend foo", r"compile\.backend = 'foo': torch\.compile has no such"),

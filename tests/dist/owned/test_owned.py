@@ -269,13 +269,7 @@ def test_a_model_may_be_built_on_the_meta_device(rank: int) -> None:
         assert re.search("meta device.*to_empty", message(early))
     model.to_empty(device="cpu")
     source = owned_model.make()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            value = source.get_parameter(name)
-            if is_owned(parameter):
-                parameter.to_local().copy_(value if parameter.to_local().numel() else value.new_empty(0))
-            else:
-                parameter.copy_(torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh))
+    load_full_state_dict(model, source.state_dict())
     owned_model.loss_of(model, rank, 2, 0).backward()
     assert equal(full_state_dict(model).values(), source.state_dict().values())
 

@@ -340,22 +340,13 @@ registry.algorithms.register("mine", Mine)
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--muon.expert.algorithm_options", "{mine = {share = 0.1}}", "--import=my_module"], ""),
-        (
-            ["--import", "no_module"],
-            "error: imports: there is no module 'no_module'; install it, or start in the folder of",
-        ),
-    ],
-)
-def test_an_algorithm_of_an_imported_module_is_planned(tmp_path: Path, flags: list[str], said: str) -> None:
+def test_an_algorithm_of_an_imported_module_is_planned(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(MODULE)
     train = [sys.executable, str(Path(__file__).parents[4] / "train.py"), "--config", "qwen_moe_muon", "--dry-run"]
-    command = [*train, "--world-size=2", "--device=cpu", "--muon.algorithm=mine", *flags]
+    flags = ["--muon.algorithm=mine", "--muon.expert.algorithm_options", "{mine = {share = 0.1}}", "--import=my_module"]
+    command = [*train, "--world-size=2", "--device=cpu", *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, said in done.stderr) == (2 if said else 0, True), done.stderr[-500:]
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 def test_a_command_line_is_read_without_torch() -> None:
