@@ -75,9 +75,6 @@ def recipe(folder: Path, **values: object) -> Recipe:
 
 def train(what: Recipe | str, overrides: Sequence[str] = ()) -> Path:
     """The folder of the run of a recipe, or of a recipe's file, on the ranks of this world."""
-    from titan_muon.trainer.torchtitan import compat
-
-    compat.install()
     from titan_muon.trainer.run import job
 
     forget_meshes()

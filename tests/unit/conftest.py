@@ -1,4 +1,4 @@
-"""Fixtures of process groups, and of matrix products."""
+"""Fixtures of process groups, of matrix products, and of the order of streams."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.stream_order import stream_order
 from titan_muon.forecast.fake_world import fake_world
+
+__all__ = ["stream_order"]
 
 
 @pytest.fixture

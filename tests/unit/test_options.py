@@ -15,6 +15,10 @@ from torch import nn
 from torch.nn import Parameter
 
 import titan_muon
+
+# Registers the optimizers of this package.
+import titan_muon.trainer.assign.container
+import titan_muon.trainer.model.parallelize
 from tests.shared import muon_keywords
 from titan_muon import Muon, Split, trainer_optimizer
 from titan_muon.adamw import AdamW
@@ -33,7 +37,6 @@ from titan_muon.options import (
     constraints,
 )
 from titan_muon.registry import Registry, algorithms, optimizers, placements, shared_options
-from titan_muon.trainer.torchtitan import compat
 
 
 def test_the_signature_of_muon_has_every_option_and_default() -> None:
@@ -110,13 +113,6 @@ def test_rates_betas_and_decay_are_those_of_the_arguments_unless_options_say_oth
 
 
 # Optimizers by name: built in, added by packages, and clear errors for unknown names
-
-
-compat.install()
-
-# Registers the optimizers of this package.
-import titan_muon.trainer.assign.container  # noqa: E402
-import titan_muon.trainer.model.parallelize  # noqa: E402
 
 
 def test_a_registered_value_is_found_by_name_and_a_similar_name_is_suggested() -> None:

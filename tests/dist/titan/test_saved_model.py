@@ -14,17 +14,13 @@ import torch
 
 from tests import tiny
 from tests.dist.harness import run_ranks
+from titan_muon.trainer.commands import start
+from titan_muon.trainer.commands.saved_model import open_saved
 from titan_muon.trainer.recipe import RecipeError, load
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
-from titan_muon.trainer.commands import start  # noqa: E402
-from titan_muon.trainer.commands.saved_model import open_saved  # noqa: E402
-from titan_muon.trainer.run import job  # noqa: E402
-from titan_muon.trainer.run.runs import Run  # noqa: E402
-from titan_muon.trainer.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.trainer.run_folder import Checksum, RunFolder  # noqa: E402
+from titan_muon.trainer.run import job
+from titan_muon.trainer.run.runs import Run
+from titan_muon.trainer.run.trainer_config import trainer_config
+from titan_muon.trainer.run_folder import Checksum, RunFolder
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

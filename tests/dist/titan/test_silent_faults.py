@@ -21,17 +21,13 @@ from tests import tiny
 from tests.dist.harness import on_ranks
 from titan_muon.engine.tensors.dtensor import local
 from titan_muon.options import OptionError
+from titan_muon.trainer.checks import start
+from titan_muon.trainer.data.loader import PackedDataLoader
 from titan_muon.trainer.fault import RunFault, by_rank_0
 from titan_muon.trainer.recipe import RecipeError
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
-
-from titan_muon.trainer.checks import start  # noqa: E402
-from titan_muon.trainer.data.loader import PackedDataLoader  # noqa: E402
-from titan_muon.trainer.run.metrics import RunMetrics  # noqa: E402
-from titan_muon.trainer.run.trainer import MuonTrainer  # noqa: E402
-from titan_muon.trainer.storage.checksums import SummingWriter  # noqa: E402
+from titan_muon.trainer.run.metrics import RunMetrics
+from titan_muon.trainer.run.trainer import MuonTrainer
+from titan_muon.trainer.storage.checksums import SummingWriter
 
 SHORT = {
     "validator__enable": "false",

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.c10d_counter import CollectiveCounter
-from tests.stream_order import Stream, StreamOrder, stream_order
+from tests.stream_order import Stream, StreamOrder
 from titan_muon.engine.exchange import agreement
 from titan_muon.engine.exchange.agreement import Agreement, PlanReport
 from titan_muon.engine.exchange.exchange import BucketBuffers, Collectives, Exchange, wait_all
@@ -30,8 +30,6 @@ from titan_muon.engine.tensors.dtensor import from_local
 from titan_muon.engine.tensors.process_groups import StateMesh
 from titan_muon.forecast.fake_world import Chunks, fake_world
 from titan_muon.plugins.clip import clip_grad_norm_
-
-__all__ = ["stream_order"]
 
 
 def test_empty_parts_of_different_sizes_are_not_sent() -> None:

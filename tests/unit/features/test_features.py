@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.shared import equal, muon_keywords
-from tests.stream_order import StreamOrder, stream_order
+from tests.stream_order import StreamOrder
 from tests.unit.step.test_first_use import set_gradients, train
 from titan_muon import Expert, Muon, clip_grad_norm_
 from titan_muon import adamw as batched
 from titan_muon.engine.step.foreach import SLOT_ALIGNMENT
 from titan_muon.features.eight_bit import SCALE_BLOCK, decoded, encode
 from titan_muon.features.offload import TRANSFERS_AT_ONCE, Copied, Window
-
-__all__ = ["stream_order"]
 
 SHAPES = {"square": (16, 20), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6), "more": (5, 7)}
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.features.test_forward import Run, Sharding, evaluate
 from tests.machines import rates
 from tests.parity.table import SLOW
-from tests.stream_order import Stream, StreamOrder, stream_order
+from tests.stream_order import Stream, StreamOrder
 from tests.unit.plans import mesh_of, parameter_of, plan_of
 from titan_muon.engine.layout.types import Plan, Shard
 from titan_muon.engine.step.step import SuspendedBucket
@@ -25,9 +25,6 @@ from titan_muon.options import Overlap
 from titan_muon.planner.machine import planning_machine
 from titan_muon.planner.timeline import timeline
 from titan_muon.plugins.forward_hooks import forward_updates
-
-__all__ = ["stream_order"]
-
 
 LAYERS = 8
 SHARDINGS = {

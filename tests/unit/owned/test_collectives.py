@@ -22,13 +22,12 @@ from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices
 from tests.dist.owned.test_owned import loss_of as mixture_loss
 from tests.dist.owned.test_owned import make as make_mixture
 from tests.shared import unsharded_bytes
-from tests.stream_order import StreamOrder, stream_order
+from tests.stream_order import StreamOrder
 from titan_muon import Owners, own
 from titan_muon.forecast.fake_world import fake_world
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import holders, place_on_owners
 
-__all__ = ["stream_order"]
 OWNERS = 6
 """Of the six matrices of a layer, when there are as many ranks."""
 

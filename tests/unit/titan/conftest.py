@@ -1,5 +1,3 @@
 """Prepares TorchTitan for this machine before a test module imports it."""
 
-from titan_muon.trainer.torchtitan import compat
-
-compat.install()
+import titan_muon.trainer  # noqa: F401
