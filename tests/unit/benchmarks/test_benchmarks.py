@@ -84,8 +84,8 @@ def test_exchanges_are_measured_through_nodes_of_one_machine() -> None:
 
 def test_a_step_without_options_runs_through_few_files_functions_and_classes() -> None:
     """So that a reader can follow it."""
-    words = [sys.executable, "-m", "benchmarks.step_counts", "--list"]
-    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    code, shown = run_program(str(ROOT / "benchmarks/step_counts.py"), "--list")
+    assert code == 0, shown
     # Files, functions and classes.
     for title, limits in (("second step", (11, 52, 13)), ("build()", (35,)), ("build() by the rule", (28,))):
         (line,) = re.findall(rf"{re.escape(title)}: (.*)", shown)
