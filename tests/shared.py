@@ -34,10 +34,10 @@ def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def message(call: Callable[[], object]) -> str:
-    """The text of the ValueError of `call`, or empty."""
+    """The text of the ValueError or ImportError of `call`, or empty."""
     try:
         call()
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return str(error)
     return ""
 

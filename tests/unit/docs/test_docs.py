@@ -3,14 +3,15 @@
 import importlib.util
 import inspect
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import dropwhile
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import nn
 
 import titan_muon
 from docs import make_api, make_compatibility
-from tests.shared import muon_keywords
+from tests.shared import message, muon_keywords
 from titan_muon import Muon, registry, removed
 from titan_muon.engine.faults.faults import REMEDIES
 from titan_muon.engine.tensors.storage import missing_streams
@@ -40,6 +41,7 @@ from titan_muon.trainer.torchtitan import compat
 
 DOCS = Path(make_api.__file__).parent
 ROOT = DOCS.parent
+README = ROOT / "README.md"
 
 
 def read(page: Path) -> str:
@@ -69,7 +71,7 @@ README_FIGURES = (  # the words, and the page with the figures and their command
 @pytest.mark.parametrize(("words", "page", "command"), README_FIGURES)
 def test_a_page_of_results_has_the_readmes_figures_and_their_command(words: str, page: str, command: str) -> None:
     text = " ".join(read(DOCS / "results" / page).split())
-    assert words in " ".join(read(ROOT / "README.md").split())
+    assert words in " ".join(read(README).split())
     assert command in text
     assert [figure for figure in re.findall(r"\b[\d.]+\b|\be\w{7}\b", words) if figure not in text] == []
 
@@ -118,8 +120,8 @@ def test_every_public_and_every_imported_name_is_documented() -> None:
 def test_every_message_of_a_fault_has_a_row() -> None:
     section = read(DOCS / "faults.md").split("## Faults of a step\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \|", section, re.M)
-    for message in REMEDIES.values():
-        assert any(row in message for row in rows), message
+    for remedy in REMEDIES.values():
+        assert any(row in remedy for row in rows), remedy
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
@@ -160,7 +162,7 @@ def test_the_examples_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "original"}])
 def test_the_readme_names_the_adjust_lr_fn_of_an_equal_torch_optim_muon(options: dict[str, Any]) -> None:
-    claim = " ".join(read(ROOT / "README.md").split())
+    claim = " ".join(read(README).split())
     (default,) = re.findall(r'The update is that of `torch\.optim\.Muon\(adjust_lr_fn="(\w+)"\)`', claim)
     assert """PyTorch's default, `"original"`, makes smaller updates""" in claim
     ours, theirs = (nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0))) for _ in range(2))
@@ -180,15 +182,6 @@ def rows() -> list[list[str]]:
     return table[2:]
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """The words of an error, or empty."""
-    try:
-        call()
-    except (ValueError, ImportError) as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, library, recipes, kernels, words = row
@@ -205,10 +198,10 @@ def test_the_table_of_hardware_says_what_the_code_decides(row: list[str], monkey
         system.setattr(importlib.util, "find_spec", lambda module: None if module in missing else found("torch"))
         system.setattr(fused, "find_spec", importlib.util.find_spec)
         system.delenv("TRITON_INTERPRET", raising=False)
-        recipe_errors = refusal(lambda: runpy.run_path(str(ROOT / "titan_muon/trainer/__init__.py")))
+        recipe_errors = message(lambda: runpy.run_path(str(ROOT / "titan_muon/trainer/__init__.py")))
         options = MuonOptions(fused=True)
         context: Any = SimpleNamespace(options=options, algorithm=algorithm_of(options), device=kind, named=())
-        fused_errors = refusal(lambda: fused.FusedFeature().check(context))
+        fused_errors = message(lambda: fused.FusedFeature().check(context))
     works = {"CPU": "works", "NVIDIA 9.0 (Hopper)": "one GPU"}.get(name, "untested")
     trains = works if device.this_device() == kind else "on the CPU"
     assert library == ("refused" if missing_streams(kind) else works)
@@ -375,3 +368,91 @@ def test_the_rates_of_a_machine_are_read() -> None:
     (rates,) = re.findall(r"```json\n(.*?)```", read(DOCS / "recipes.md"), re.S)
     machine = planning_machine(Machine(file="machine.json"), measured=rates)
     assert (machine.network.bandwidth, machine.flops["float32"]) == (22e9, 5e13)
+
+
+# The README's commands run in order in a fresh copy, shortened; its recipe, links and folders are valid
+
+
+README_COMMANDS = commands(README)
+README_RUN = [c for c in README_COMMANDS if c.split()[0] in ("torchrun", "python")]
+"""In a fresh clone `make`, `pip` and `tensorboard` need a network, or never end."""
+
+
+def run(command: str, extra: list[str], folder: Path) -> str:
+    """Output of a README command in a folder, with this environment's programs first."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    words = [*shlex.split(command), *extra]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> list[str]:
+    """Overrides for a run of two small steps, with data in a temporary folder."""
+    for index in range(20):
+        (tmp_path / f"{index}.txt").write_text(f"document {index} " * 200)
+    words = (
+        "--training.steps 2 --training.seq_len 64 --training.local_batch_size 1 --training.global_batch_size -1 "
+        "--lr_scheduler.warmup_steps 1 --validator.steps 1 --metrics.log_freq 1 --data.source files "
+        f"--data.files {tmp_path}/*.txt --data.validation_fraction 0.3 --data.cache {tmp_path}/cache"
+    )
+    return words.split()
+
+
+@pytest.mark.parametrize("command", sorted({c for c in README_COMMANDS if re.fullmatch(r"make [a-z]+", c)}))
+def test_make_has_the_targets_of_the_readme(command: str) -> None:
+    assert run(command.replace("make", "make --dry-run"), [], ROOT)
+
+
+@pytest.mark.slow
+def test_the_commands_run_in_order_in_a_fresh_copy(short: list[str], tmp_path: Path) -> None:
+    """Each command finds what the commands before it wrote: `compare_runs.py` reads the runs of two of them."""
+    clone = tmp_path / "clone"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    assert [command.split()[0] for command in README_RUN] == ["torchrun", "python", "python", "torchrun", "python"]
+    for command in README_RUN:
+        printed = run(command, [] if "compare_runs" in command else short, clone)
+        if "--dry-run" in command:
+            assert "muon: 208 matrices" in printed
+        elif "compare_runs" in command:
+            assert "optimizer.rule" in printed, "the difference of the recipes comes first"
+        else:
+            assert "step 2/2" in printed
+
+
+def test_the_recipe_is_accepted(tmp_path: Path) -> None:
+    (recipe,) = blocks(README, "toml")
+    path = tmp_path / "mine.toml"
+    path.write_text(recipe.replace("qwen_moe_muon.toml", str(ROOT / "configs/qwen_moe_muon.toml")))
+    loaded = load(path)
+    assert loaded.parallelism.expert_parallel_degree == 2
+    assert loaded.optimizer.rule[0].optimizer == "adamw"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_have_existing_targets(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", read(ROOT / page)):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_library_example_runs() -> None:
+    """The README's snippet trains a whole model: an embedding, two layers and a head."""
+    (snippet,) = blocks(README)
+    model = nn.Module()
+    model.embedding = nn.Embedding(10, 8)
+    model.layers = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model.head = nn.Linear(8, 10)
+    model.head(model.layers(model.embedding(torch.arange(4)))).square().mean().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names: dict[str, object] = {"model": model}
+    exec(snippet, names)
+    assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
+    parts = names["optimizer"].optimizers  # type: ignore[attr-defined]
+    assert [p.fqn for p in parts["muon"].plan.parameters] == ["layers.0.weight", "layers.1.weight"]
