@@ -90,10 +90,8 @@ def test_the_command_keeps_the_script_and_its_exit_code(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    program = "import sys; from titan_muon.command import main; sys.exit(main(sys.argv[1:]))"
-    launcher = tmp_path / "launch.py"
-    launcher.write_text(f"import sys\nsys.path.insert(0, {str(Path.cwd())!r})\n{program}\n")
-    found, output = run_program(str(launcher), "audit", *words, str(script), bug, str(script_code))
+    program = "import sys; from titan_muon.command import main; sys.exit(main(sys.argv[2:]))"
+    found, output = run_program("-c", program, "audit", *words, str(script), bug, str(script_code))
     assert found == code, output
     assert text in output
     assert (f"output [{bug!r}, '{script_code}']" in output) == (code != 2)

@@ -196,19 +196,23 @@ def llama_recipe(mode: str = "selective", **parallelism: object) -> Recipe:
     return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))  # type: ignore[arg-type]
 
 
+def passes(mode: str = "selective", world: int = 64, **parallelism: object) -> Passes:
+    return Passes(llama_recipe(mode, **parallelism), world, SIZE, llama3_8b())
+
+
 def test_modelled_activations_of_llama_match_a_rehearsal() -> None:
     """14.4 GiB beside parameters and states: llama3_8b rehearsed on 1,024 ranks, docs/results/rehearsal.md."""
-    memory = Passes(llama_recipe(), 1024, SIZE, llama3_8b()).memory()
+    memory = passes(world=1024).memory()
     assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)
 
 
 def test_checkpointing_and_parallelism_lower_the_activations() -> None:
-    kept = {mode: Passes(llama_recipe(mode), 64, SIZE, llama3_8b()).memory() for mode in ("none", "selective", "full")}
+    kept = {mode: passes(mode).memory() for mode in ("none", "selective", "full")}
     assert kept["none"].activations > 2 * kept["selective"].activations > 4 * kept["full"].activations
-    split = Passes(llama_recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b()).memory()
+    split = passes(tensor_parallel_degree=8).memory()
     assert split.logits == kept["selective"].logits // 8
     assert split.activations < kept["selective"].activations / 2
-    every = Passes(llama_recipe("none", tensor_parallel_degree=8), 64, SIZE, llama3_8b()).memory()
+    every = passes("none", tensor_parallel_degree=8).memory()
     assert every.activations < kept["none"].activations / 4
 
 
@@ -236,9 +240,7 @@ def test_the_products_grow_with_tokens_and_are_shared_by_all_ranks() -> None:
     assert four.seconds == pytest.approx(4 * step.seconds)
     assert four.tokens == 4 * step.tokens == 256 * 4096
     assert step.seconds == pytest.approx(SIZE.token_flops * 4096 / (H100.flops["bfloat16"] * TRAINING_SHARE))
-    assert (
-        Passes(llama_recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b()).estimate(H100).seconds == step.seconds / 8
-    )
+    assert passes(tensor_parallel_degree=8).estimate(H100).seconds == step.seconds / 8
 
 
 def verdict(states: int, passes: int = 1) -> Verdict:
