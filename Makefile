@@ -32,7 +32,7 @@ NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
 OLDEST := .venv-oldest
 OLDEST_STAMP := $(OLDEST)/.installed
 OLDEST_LOCK := constraints-oldest.txt
-OLDEST_TESTS := $(addprefix tests/unit/,plan state step orthogonalize features comm owned fsdp) tests/unit/test_hybrid*.py \
+OLDEST_TESTS := $(addprefix tests/unit/,plan step orthogonalize features comm owned fsdp) tests/unit/test_hybrid*.py \
 	tests/unit/titan/test_compat.py tests/conformance tests/parity tests/dist/step tests/dist/owned tests/dist/features
 # TORCH=2.15.0 has pipeline and context parallelism too.
 INTEGRATIONS := .venv-integrations
