@@ -61,6 +61,14 @@ def write_recipe(folder: Path) -> Path:
     return file
 
 
+def small_words(folder: Path) -> list[str]:
+    """Write documents into a folder. Returns the words of a command line that trains on short sequences of them."""
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"document {index} " * 200)
+    keys = "--training.seq_len 64 --validator.steps 1 --metrics.log_freq 1 --data.validation_fraction 0.3"
+    return [*keys.split(), "--data.source=files", f"--data.files={folder}/*.txt", f"--data.cache={folder}/cache"]
+
+
 def recipe(folder: Path, **values: object) -> Recipe:
     """The recipe in `folder`, written if need be; a key such as `training__steps` overrides training.steps."""
     file = folder / "tiny.toml"

@@ -16,6 +16,7 @@ import models
 from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.machines import machine_file
+from tests.unit.recipe_files import KEYS
 from titan_muon.trainer.recipe import degrees
 
 Keys = dict[str, str]
@@ -25,23 +26,6 @@ STEPS, SEQUENCE, BATCH = 4, 256, 4
 TOLERANCES = {"llama3/tiny": 1e-4, "qwen3/moe_tiny": 1e-3, "deepseek_v3/tiny": 1e-3, "qwen3/two_experts": 1e-3}
 DENSE, EXPERTS, LATENT, TWO_EXPERTS = TOLERANCES
 NORM_TOLERANCE, CLIPPED_TOLERANCES = 0.02, {DENSE: 2e-3, LATENT: 5e-3}
-
-KEYS = {
-    "cp": "parallelism.context_parallel_degree",
-    "ep": "parallelism.expert_parallel_degree",
-    "pp": "parallelism.pipeline_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-    "hsdp": "parallelism.data_parallel_replicate_degree",
-    "schedule": "parallelism.pipeline_parallel_schedule",
-    "parts": "parallelism.module_fqns_per_model_part",
-    "muon": "placement.muon",
-    "local": "training.local_batch_size",
-    "batch": "training.global_batch_size",
-    "steps": "training.steps",
-    "cpu_offload": "training.enable_cpu_offload",
-    "ac": "activation_checkpoint.mode",
-}
-"""Short names."""
 
 
 def keys(*texts: str) -> Keys:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from titan_muon.trainer.commands import records, start, sweep
 
 ROOT = Path(__file__).parents[3]
@@ -167,20 +168,14 @@ def test_a_stopped_run_did_not_fail_and_the_sweep_says_how_to_go_on(
     assert "[1/1] llama_muon muon.lr=1e-3: stopped; repeat it to go on" in capsys.readouterr().err
 
 
-SMALL = (
-    "--training.steps 4 --training.seq_len 64 --training.global_batch_size 1 --validator.freq 4 --validator.steps 1 "
-    "--metrics.log_freq 1 --checkpoint.freq 2 --data.source files --data.validation_fraction 0.3"
-)
+SMALL = "--training.steps 4 --training.global_batch_size 1 --validator.freq 4 --checkpoint.freq 2 --dump_folder"
 
 
 @pytest.mark.slow
 def test_a_sweep_continues_after_a_divergence_and_resumes(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for index in range(20):
-        (tmp_path / f"{index}.txt").write_text(f"document {index} " * 200)
-    places = {"data.files": "*.txt", "data.cache": "cache", "dump_folder": "runs"}
-    small = [*SMALL.split(), *(w for key, name in places.items() for w in (f"--{key}", str(tmp_path / name)))]
+    small = [*SMALL.split(), str(tmp_path / "runs"), *tiny.small_words(tmp_path)]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = [DENSE, "muon.lr=1e30,1e-3,2e-3", "training.seed=1", *small]
     assert start("sweep", arguments) == 1

@@ -24,6 +24,7 @@ from torch import nn
 
 import titan_muon
 from docs import make_api, make_compatibility
+from tests import tiny
 from tests.shared import message, muon_keywords
 from titan_muon import Muon, registry, removed
 from titan_muon.engine.faults.faults import REMEDIES
@@ -391,14 +392,8 @@ def run(command: str, extra: list[str], folder: Path) -> str:
 @pytest.fixture
 def short(tmp_path: Path) -> list[str]:
     """Overrides for a run of two small steps, with data in a temporary folder."""
-    for index in range(20):
-        (tmp_path / f"{index}.txt").write_text(f"document {index} " * 200)
-    words = (
-        "--training.steps 2 --training.seq_len 64 --training.local_batch_size 1 --training.global_batch_size -1 "
-        "--lr_scheduler.warmup_steps 1 --validator.steps 1 --metrics.log_freq 1 --data.source files "
-        f"--data.files {tmp_path}/*.txt --data.validation_fraction 0.3 --data.cache {tmp_path}/cache"
-    )
-    return words.split()
+    words = "--training.steps 2 --training.local_batch_size 1 --training.global_batch_size -1"
+    return [*words.split(), "--lr_scheduler.warmup_steps", "1", *tiny.small_words(tmp_path)]
 
 
 @pytest.mark.parametrize("command", sorted({c for c in README_COMMANDS if re.fullmatch(r"make [a-z]+", c)}))

@@ -13,7 +13,7 @@ from typing import Literal
 
 import pytest
 
-from tests.unit.recipe_files import error_of, write
+from tests.unit.recipe_files import KEYS, error_of, write
 from titan_muon import removed
 from titan_muon.options import OptionError
 from titan_muon.trainer.recipe import Recipe, degrees, load, recipe_error, schema
@@ -244,20 +244,6 @@ def test_errors_of_the_library_name_the_recipes_key(error: ValueError, message: 
 
 # Degrees, batch and length against the number of ranks, and values that need a newer torch
 
-KEYS = {
-    "replicate": "parallelism.data_parallel_replicate_degree",
-    "shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-    "ep": "parallelism.expert_parallel_degree",
-    "pp": "parallelism.pipeline_parallel_degree",
-    "microbatch": "parallelism.pipeline_parallel_microbatch_size",
-    "sequence_parallel": "parallelism.enable_sequence_parallel",
-    "local": "training.local_batch_size",
-    "batch": "training.global_batch_size",
-    "length": "training.seq_len",
-}
-
 
 def recipe(keys: str) -> Recipe:
     """The default recipe with other values, as in `tp=2 length=6`, or with full keys."""
@@ -268,22 +254,22 @@ def recipe(keys: str) -> Recipe:
 LAYOUTS = [
     # Keys, ranks, and a part of the error.
     ("", 1, ""),
-    ("tp=2 replicate=2", 8, ""),
+    ("tp=2 hsdp=2", 8, ""),
     ("tp=2 ep=8", 8, ""),
     ("shard=1", 2, "data_parallel_shard_degree 1 takes 1 process, and this is 2 processes"),
     (
-        "replicate=2 shard=2 cp=2",
+        "hsdp=2 shard=2 cp=2",
         4,
         "takes 8 processes, and this is 4 processes. Start 8 by `torchrun --nproc-per-node=8 train.py ...`, plan them "
         "by --dry-run --world-size 8, or set data_parallel_shard_degree = 1 (or -1); or change the degrees.",
     ),
     ("tp=3", 4, "tensor_parallel_degree 3 takes a multiple of 3 processes, and this is 4"),
     ("ep=3", 1, "expert_parallel_degree = 3 is not accepted on 1 rank; it takes a divisor of"),
-    ("replicate=2 ep=4", 4, "tensor = 2 x 1 x 1 = 2."),
+    ("hsdp=2 ep=4", 4, "tensor = 2 x 1 x 1 = 2."),
     ("local=4 batch=16", 4, ""),
     ("local=4 batch=16", 8, "local_batch_size x data-parallel ranks = 4 x 8 = 32. training.local_batch_size = 2 (or"),
-    ("local=4 batch=16 replicate=2 tp=2", 8, ""),
-    ("local=4 batch=16 replicate=2 tp=2", 16, "training.global_batch_size = 16 is not accepted on 16 ranks; it takes"),
+    ("local=4 batch=16 hsdp=2 tp=2", 8, ""),
+    ("local=4 batch=16 hsdp=2 tp=2", 16, "training.global_batch_size = 16 is not accepted on 16 ranks; it takes"),
     ("local=-1 batch=8", 3, "training.global_batch_size = 8 is not accepted on 3 ranks; it takes a multiple of the 3"),
     ("local=-1 batch=8 pp=2 microbatch=3", 4, "microbatch_size = 3 is not accepted; it takes a divisor of the 4 sequ"),
     ("tp=4 length=12", 4, ""),
