@@ -153,8 +153,8 @@ gpu-wheels:
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
-	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/orthogonalize/test_dispatch.py
-	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/features/test_fused.py tests/unit/features/test_graph_replay.py tests/unit/features/test_separable.py -k 'fused or graph'
+	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/orthogonalize/test_newton_schulz.py -k 'kernel or products or tile'
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/features/test_fused.py tests/unit/features/test_graph_replay.py tests/unit/features/test_features.py -k 'fused or graph'
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 
 # Without the lock: what a user gets who installs the wheel.

@@ -223,15 +223,8 @@ def ranges() -> list[Row]:
 def overlaps() -> list[Row]:
     """Communication behind compute, in modules of FSDP2 and without modules."""
     small: Options = {"layouts": ("fsdp", "fsdp"), "sharded": True, "proof": "several buckets"}
-    forward: dict[str, Options] = {
-        "gathered": GATHERED,
-        "reduced": REDUCED,
-        "state owner": KEPT,
-        "released and kept": {"release_grads": True, "keep_buffers": True},
-        "skip": SKIP,
-        "skip missing": MISSING,
-        "offloaded state": {"offload": "state"},
-    }
+    kept = {"release_grads": True, "keep_buffers": True}
+    forward = {**MOVED, "released and kept": kept, "skip": SKIP, "skip missing": MISSING}
     network = {**FORWARD, "machine": SLOW_NETWORK}
     return [
         row("modules", **IN_MODULES),

@@ -1,7 +1,14 @@
-"""Architecture: one-way imports, collectives in one file, and short files and functions."""
+"""Architecture: one-way imports, collectives in one file, short files, no order from a set; and the wheel."""
 
 import ast
+import contextlib
+import importlib
+import os
+import re
+import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
@@ -9,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+import titan_muon
 from docs import make_architecture
+from titan_muon import command
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titan_muon"
@@ -280,3 +289,201 @@ def test_no_two_files_define_the_same_name() -> None:
                 homes.setdefault(word, set()).add(name(path))
     several = {word: sorted(files) for word, files in homes.items() if len(files) > 1}
     assert several.keys() == WITH_SEVERAL_MEANINGS, several
+
+
+# No order comes from a set, an address or a hash: such an order differs between processes
+
+SETS = ("set", "frozenset", "AbstractSet", "Set")
+FREE = (
+    *("sorted", "set", "frozenset", "any", "all", "len", "min", "max"),
+    *("isdisjoint", "issuperset", "issubset", "union"),
+)
+"""Functions whose result does not depend on the order. `min` and `max` with a key may meet a tie."""
+ORDERED = ("list", "tuple", "iter", "next", "enumerate", "zip", "map", "filter", "fromkeys", "join", "chain", "sum")
+
+HARMLESS = {
+    # Of sets with one element.
+    ("engine/program/patterns.py", "replica_sets"),
+    ("trainer/recipe/toml.py", "given"),
+    # Sums of integers.
+    ("trainer/dry_run/verdict.py", "between_all"),
+    # A method `__hash__`, which nothing prints or sorts by.
+    ("engine/tensors/process_groups.py", "hash"),
+}
+"""(file, expression): uses of an order that change no result."""
+
+
+def name_of(node: ast.AST) -> str:
+    """The last name of `a.b.c`, `a[b]` or `f(...)`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Subscript):
+        return name_of(node.value)
+    return name_of(node.func) if isinstance(node, ast.Call) else getattr(node, "id", "")
+
+
+class Orders(ast.NodeVisitor):
+    """Collects (line, expression) of each use of a set's order, or of an address or hash."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._sets, self._free = [set[str]()], set[ast.AST]()
+        # Attributes of `self` and fields, in the whole file.
+        self._attributes = {
+            name_of(target)
+            for node in ast.walk(tree)
+            for target, value in _assigned(node)
+            if isinstance(target, ast.Attribute) and self._is_set(value)
+        }
+        for node in tree.body:
+            self._sets[0] |= {name_of(t) for t, v in _assigned(node) if self._is_set(v)}
+
+    def _is_set(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Set | ast.SetComp):
+            return True
+        if isinstance(node, ast.Call):
+            return name_of(node) in ("set", "frozenset", "difference", "intersection", "union", "symmetric_difference")
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor) and any(
+                self._is_set(side) or (isinstance(side, ast.Call) and name_of(side) == "keys")
+                for side in (node.left, node.right)
+            )
+        if isinstance(node, ast.IfExp):
+            return self._is_set(node.body) or self._is_set(node.orelse)
+        if isinstance(node, ast.Attribute):
+            return node.attr in getattr(self, "_attributes", ())
+        return isinstance(node, ast.Name) and node.id in self._sets[-1]
+
+    def _check(self, node: ast.AST) -> None:
+        if self._is_set(node):
+            self.found.append((getattr(node, "lineno", 0), ast.unparse(node)))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        annotated = {a.arg for a in arguments if a.annotation is not None and name_of(a.annotation) in SETS}
+        self._sets.append(annotated)
+        for inner in ast.walk(node):
+            self._sets[-1] |= {name_of(t) for t, v in _assigned(inner) if isinstance(t, ast.Name) and self._is_set(v)}
+        self.generic_visit(node)
+        self._sets.pop()
+
+    def visit_For(self, node: ast.For) -> None:
+        self._check(node.iter)
+        self.generic_visit(node)
+
+    def visit_Starred(self, node: ast.Starred) -> None:
+        if node not in self._free:
+            self._check(node.value)
+        self.generic_visit(node)
+
+    def visit_Set(self, node: ast.Set) -> None:
+        self._free |= {*node.elts}
+        self.generic_visit(node)
+
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:
+        if node not in self._free:
+            for generator in node.generators:
+                self._check(generator.iter)
+        self.generic_visit(node)
+
+    visit_ListComp = visit_GeneratorExp = visit_DictComp = _comprehension
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called, keyed = name_of(node.func), any(word.arg == "key" for word in node.keywords)
+        if called in FREE and (called == "sorted" or not keyed):
+            self._free |= {*node.args}
+        elif called in ORDERED or called in FREE:
+            for argument in node.args:
+                self._check(argument)
+        if called == "pop" and isinstance(node.func, ast.Attribute):
+            self._check(node.func.value)
+        if isinstance(node.func, ast.Name) and called in ("id", "hash"):
+            self.found.append((node.lineno, called))
+        self.generic_visit(node)
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """(target, value) pairs of an assignment."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            pairs = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            yield from zip(target.elts, node.value.elts, strict=False) if pairs else ((target, node.value),)
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield node.target, node.value
+
+
+@pytest.mark.parametrize("path", files("titan_muon"), ids=name)
+def test_no_order_comes_from_a_set(path: Path) -> None:
+    visitor = Orders(tree(path))
+    visitor.visit(tree(path))
+    found = [(line, what) for line, what in visitor.found if (str(path.relative_to(PACKAGE)), what) not in HARMLESS]
+    assert not found, f"{name(path)}: sort these by a key without ties, or keep a dict: {found}"
+
+
+# The wheel has the library, types, recipes, and a command for use outside of the checkout
+
+NEEDS = "needs torchtitan; install them by pip install 'titan-muon[titan]'"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist of this checkout."""
+    from hatchling import build
+
+    folder = tmp_path_factory.mktemp("dist")
+    with contextlib.chdir(ROOT):
+        return folder / build.build_wheel(str(folder)), folder / build.build_sdist(str(folder))
+
+
+@pytest.mark.slow
+def test_the_wheel_has_types_models_and_recipes_and_the_sdist_tests_and_docs(built: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(built[0]).namelist())
+    assert {
+        "titan_muon/py.typed",
+        "titan_muon/shipped/models/qwen3.py",
+        "titan_muon/shipped/configs/qwen_moe_muon.toml",
+        "titan_muon/trainer/commands/compare.py",
+        "titan_muon/trainer/commands/saved_model.py",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/unit/test_architecture.py", "docs/frameworks.md", "README.md", "LICENSE", "Makefile"} <= names
+
+
+@pytest.mark.slow
+def test_the_command_plans_outside_of_the_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
+    zipfile.ZipFile(built[0]).extractall(tmp_path / "site")
+    words = ["plan", "--config", "qwen_moe_muon", "--world-size", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
+    planned = [sys.executable, "-m", "titan_muon.command", *words]
+    done = subprocess.run(planned, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Muon step:" in done.stdout
+
+
+def test_the_version_equals_the_projects_version() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert titan_muon.__version__ == version
+
+
+def test_a_missing_extra_is_a_single_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "torchtitan" else object())
+    assert command.main(["train", "--config", "qwen_moe_muon"]) == 2
+    assert capsys.readouterr().err == f"titan-muon train: {NEEDS}\n"
+
+
+def test_the_integration_without_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.delitem(sys.modules, "titan_muon.trainer", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(NEEDS)):
+        importlib.import_module("titan_muon.trainer")
+
+
+def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["recipes"]) == 0
+    assert "qwen_moe_muon" in capsys.readouterr().out.split()
+    assert command.main([]) == command.main(["--help"]) == 0
+    assert capsys.readouterr().out == 2 * (command.USAGE + "\n")
+    assert command.main(["fly"]) == 2
+    assert "'fly' is not a command; choose from train, plan, compare" in capsys.readouterr().err

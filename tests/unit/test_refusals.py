@@ -164,12 +164,6 @@ def not_finite(*, clip: bool) -> None:
     made.check_last_step()
 
 
-def load_without_keys() -> None:
-    state = muon().state_dict()
-    del state["param_groups"][0]["ns_steps"]
-    muon().load_state_dict(state)
-
-
 def flattened(count: int) -> None:
     """As DeepSpeed ZeRO does after the construction of an optimizer."""
     given = Muon([(f"layers.{i}.w", weight()) for i in range(count)])
@@ -496,7 +490,6 @@ WARNINGS: list[tuple[Callable[[], object], list[str]]] = [
      ["1.weight (8x32)...: a side under 16"]),
     (lambda: not_finite(clip=False), [SKIPPED, SKIPPED]),
     (lambda: not_finite(clip=True), ["the norm of the gradients was not finite", SKIPPED, SKIPPED]),
-    (load_without_keys, ["the state dict has no ns_steps: the present values stay"]),
 ]
 # fmt: on
 """The call, and the text with which each of its warnings begins."""

@@ -14,7 +14,7 @@ from tests.dist import small_params
 from tests.dist.harness import on_ranks, run_ranks
 from tests.parity.layouts import LAYOUTS, mesh_of, placed
 from tests.shared import local, message
-from tests.unit.test_qk_clip import HEADS, LOGITS, clipped, layer, whole_weights
+from tests.unit.test_qk_clip import HEADS, LOGITS, batch, clipped, layer, model, whole_weights
 from titan_muon import Muon, transformers_qk_clip
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
@@ -155,7 +155,6 @@ def test_a_scaler_does_not_hide_the_norm_of_all_ranks(rank: int) -> None:
 
 # --- QK-clip: each rank observes only local tokens and heads ---
 
-
 PROJECTED = ("fsdp", "tp columns", "hsdp", "fsdp x tp rows", "fsdp x tp columns", "plain", "owned")
 
 
@@ -202,8 +201,6 @@ def test_every_layout_equals_clipping_of_whole_weights_with_a_single_collective(
 
 def clipped_llama(rank: int, world_size: int) -> dict[str, Tensor]:
     """The attention's weights after a clipped step of Transformers' Llama under FSDP2; each rank has a sequence."""
-    from tests.unit.fsdp.test_transformers_attention import batch, model
-
     llama = model()
     inputs = batch()
     if world_size > 1:

@@ -205,7 +205,6 @@ def test_a_job_with_a_stopped_rank_ends_and_names_it_once(tmp_path: Path) -> Non
 
 # Every command in a process of its own, as a user starts it: exit code and last line
 
-
 PYTHON = shlex.quote(sys.executable)
 SMALL = "--training.steps 2 --lr_scheduler.total_steps 2 --checkpoint.freq 1 --validator.freq 2 --validator.steps 1"
 TITAN = f"{PYTHON} -m titan_muon.command"

@@ -373,7 +373,6 @@ def test_the_rates_of_a_machine_are_read() -> None:
 
 # The README's commands run in order in a fresh copy, shortened; its recipe, links and folders are valid
 
-
 README_COMMANDS = commands(README)
 README_RUN = [c for c in README_COMMANDS if c.split()[0] in ("torchrun", "python")]
 """In a fresh clone `make`, `pip` and `tensorboard` need a network, or never end."""

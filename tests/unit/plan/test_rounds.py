@@ -171,7 +171,6 @@ def test_the_planner_takes_the_faster_exchange_and_prints_the_reason(
 
 # Two hops: over the rail into the owner's node, then inside the node
 
-
 CAUSES = {
     "replicas": parameter_of("a.w", (8, 6), mesh_of(2, 4), Replicate(), Shard(0)),
     "ranks of a single node": parameter_of("a.w", (8, 6), mesh_of(2), Shard(0)),

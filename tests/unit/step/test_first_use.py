@@ -351,8 +351,9 @@ def test_a_state_dict_without_a_newer_option_is_loaded() -> None:
     train(muon, params, range(1))
     saved = copy.deepcopy(muon.state_dict())
     del saved["param_groups"][0]["ns_steps"]
-    with pytest.warns(UserWarning, match="the state dict has no ns_steps: the present values stay"):
+    with pytest.warns(UserWarning, match="the state dict has no ns_steps: the present values stay") as warned:
         resumed.load_state_dict(saved)
+    assert warned[0].filename == __file__
     assert resumed.param_groups[0]["ns_steps"] == 3
     saved = [muon.state[param]["momentum_buffer"] for param in params.values()]
     assert equal(saved, [resumed.state[param]["momentum_buffer"] for param in others.values()])

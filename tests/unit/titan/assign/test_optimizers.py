@@ -374,7 +374,6 @@ def test_recipes_on_an_unsupported_torchtitan_are_refused_with_the_version() -> 
 
 # A continued run trains with the recipe's hyperparameters, not the checkpoint's, and lists changes
 
-
 OTHER = {
     "muon": {"lr": 0.5, "ns_steps": 3, "ns_coefficients": ((3.0, -4.0, 2.0),) * 3},
     "adamw": {"lr": 0.5, "betas": (0.5, 0.75)},

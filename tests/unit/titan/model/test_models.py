@@ -205,7 +205,6 @@ def test_pipelining_gives_every_stage_the_values_of_the_whole_model() -> None:
 
 # Placement: the first matching rule decides, owners are balanced by cost, and impossible owners are refused
 
-
 NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
 
 

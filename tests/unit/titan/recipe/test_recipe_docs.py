@@ -83,7 +83,6 @@ def test_the_page_lists_every_option_with_default_choices_and_meaning() -> None:
 
 # Every option of TorchTitan can be set in a recipe, or stands on the page with the reason why not
 
-
 HEADING = "## TorchTitan options without a recipe key\n"
 OWN = {"loss", "dump_folder", "checkpoint"}
 """Tables and keys of a recipe that are no class of options of TorchTitan's trainer."""
