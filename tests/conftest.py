@@ -1,10 +1,15 @@
 """The order of the tests, and worlds of ranks."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from tests.dist.harness import World
+
+with contextlib.suppress(ModuleNotFoundError):
+    # Prepares TorchTitan for this machine, where it is installed, before a test module imports it.
+    import titan_muon.trainer  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

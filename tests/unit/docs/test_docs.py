@@ -388,21 +388,16 @@ def run(command: str, extra: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def short(tmp_path: Path) -> list[str]:
-    """Overrides for a run of two small steps, with data in a temporary folder."""
-    words = "--training.steps 2 --training.local_batch_size 1 --training.global_batch_size -1"
-    return [*words.split(), "--lr_scheduler.warmup_steps", "1", *tiny.small_words(tmp_path)]
-
-
 @pytest.mark.parametrize("command", sorted({c for c in README_COMMANDS if re.fullmatch(r"make [a-z]+", c)}))
 def test_make_has_the_targets_of_the_readme(command: str) -> None:
     assert run(command.replace("make", "make --dry-run"), [], ROOT)
 
 
 @pytest.mark.slow
-def test_the_commands_run_in_order_in_a_fresh_copy(short: list[str], tmp_path: Path) -> None:
+def test_the_commands_run_in_order_in_a_fresh_copy(tmp_path: Path) -> None:
     """Each command finds what the commands before it wrote: `compare_runs.py` reads the runs of two of them."""
+    small = "--training.steps 2 --training.local_batch_size 1 --training.global_batch_size -1"
+    small_words = [*small.split(), "--lr_scheduler.warmup_steps", "1", *tiny.small_words(tmp_path)]
     clone = tmp_path / "clone"
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
@@ -410,7 +405,7 @@ def test_the_commands_run_in_order_in_a_fresh_copy(short: list[str], tmp_path: P
         shutil.copy(ROOT / name, clone / name)
     assert [command.split()[0] for command in README_RUN] == ["torchrun", "python", "python", "torchrun", "python"]
     for command in README_RUN:
-        printed = run(command, [] if "compare_runs" in command else short, clone)
+        printed = run(command, [] if "compare_runs" in command else small_words, clone)
         if "--dry-run" in command:
             assert "muon: 208 matrices" in printed
         elif "compare_runs" in command:
