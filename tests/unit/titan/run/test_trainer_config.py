@@ -33,7 +33,8 @@ def config(folder: Path, keys: str = "", **values: object) -> Any:
 
 
 PARTS = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "lm_head"]]
-BUDGET = "activation_checkpoint.mode=memory_budget activation_checkpoint.memory_budget=0.25 compile.enable=true"
+MODULES, CHECKPOINT = "parallelism.module_fqns_per_model_part", "activation_checkpoint"
+BUDGET = f"{CHECKPOINT}.mode=memory_budget {CHECKPOINT}.memory_budget=0.25 compile.enable=true"
 FLOAT8 = "float8.linear=true float8.filter_fqns=wo"
 COMPILED = "compile.enable=true float8.recipe_name=rowwise_with_gw_hp"
 MXFP8 = "mxfp8.linear=true mxfp8.experts=true mxfp8.pad_multiple=32"
@@ -49,18 +50,10 @@ MX = quantization.MXFP8LinearConverter.Config(fqns=["attention", "feed_forward",
         ("checkpoint.load_only=true", "checkpoint.load_only", True),
         ("profiler.profiler_active=4", "profiler.profiler_active", 4),
         ("debug.detect_anomaly=true", "debug.detect_anomaly", True),
-        (
-            f"parallelism.module_fqns_per_model_part={str(PARTS).replace(' ', '')}",
-            "parallelism.module_fqns_per_model_part",
-            PARTS,
-        ),
-        ("activation_checkpoint.mode=full", "activation_checkpoint.__class__", FullAC.Config),
-        (
-            "activation_checkpoint.mode=selective",
-            "activation_checkpoint.force_recompute_mm_shapes_by_fqns",
-            ["moe.router.gate"],
-        ),
-        (BUDGET, "activation_checkpoint.memory_budget", 0.25),
+        (f"{MODULES}={str(PARTS).replace(' ', '')}", MODULES, PARTS),
+        (f"{CHECKPOINT}.mode=full", f"{CHECKPOINT}.__class__", FullAC.Config),
+        (f"{CHECKPOINT}.mode=selective", f"{CHECKPOINT}.force_recompute_mm_shapes_by_fqns", ["moe.router.gate"]),
+        (BUDGET, f"{CHECKPOINT}.memory_budget", 0.25),
         (f"{FLOAT8} float8.emulate=true", "converters", [LINEAR(emulate=True)]),
         (
             f"{FLOAT8} float8.experts=true {COMPILED}",
@@ -73,7 +66,7 @@ MX = quantization.MXFP8LinearConverter.Config(fqns=["attention", "feed_forward",
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_keys_of_each_table_reach_torchtitan(tmp_path: Path, keys: str, place: str, expected: object) -> None:
-    assert "activation_checkpoint" in place or attrgetter(place)(config(tmp_path)) != expected, "no default"
+    assert CHECKPOINT in place or attrgetter(place)(config(tmp_path)) != expected, "no default"
     found = attrgetter(place)(config(tmp_path, keys))
     assert (list(found) if place == "converters" else found) == expected
 
