@@ -57,7 +57,7 @@ def test_sigterm_stops_every_rank_at_the_same_step_with_a_complete_checkpoint(tm
     process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
     read_until(process, r"^step +1/")
     os.kill(worker(process, 1), signal.SIGTERM)
-    shown = process.communicate(timeout=120)[0]
+    shown = process.communicate(timeout=300)[0]
     assert process.returncode == 0, shown
     assert "Traceback" not in shown
     (step,) = (run_folder(tmp_path) / "checkpoint").iterdir()
@@ -71,7 +71,7 @@ def test_ctrl_c_without_checkpoints_names_the_lost_work(tmp_path: Path) -> None:
     process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
     read_until(process, r"^step +1/")
     process.send_signal(signal.SIGINT)
-    shown = process.communicate(timeout=120)[0]
+    shown = process.communicate(timeout=300)[0]
     assert process.returncode == 0, shown
     assert "nothing is saved (checkpoint.enable = false)" in shown
     assert "Traceback" not in shown

@@ -426,7 +426,7 @@ def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedPro
     variables = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
     env = {**os.environ, **variables, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
     script = str(ROOT / "scripts" / "slurm.sh")
-    return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, env=env, timeout=300)
 
 
 def test_slurm_starts_a_torchrun_per_node_and_continues_a_named_run(tmp_path: Path) -> None:

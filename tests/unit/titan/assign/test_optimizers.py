@@ -355,7 +355,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", MOVED + code]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_the_optimizer_fits_another_form_of_the_slot() -> None:
