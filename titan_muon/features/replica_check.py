@@ -12,13 +12,12 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.exchange.agreement import Agreement
+from ..engine.exchange.agreement import Agreement, start_max
 from ..engine.faults.replicas import bit_sums
 from ..engine.faults.report import LocalValue, differences, group_label, hyperparameters
 from ..engine.tensors.names import named_parameters
@@ -94,7 +93,8 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], sums: Mapping[str, 
     # The negative overflows for the smallest integer.
     extremes = torch.cat((own, ~own))
     for axis in axes:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        if work := start_max(extremes, mesh.get_group(axis)):
+            work.wait()
     largest, smallest = extremes[: len(sums)], ~extremes[len(sums) :]
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "ranks outside of a mesh hold no replica"

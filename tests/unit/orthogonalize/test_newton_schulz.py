@@ -289,8 +289,6 @@ def test_the_largest_value_is_the_polynomials_and_every_set_has_twice_the_margin
 
 JORDAN = coefficients("keller_jordan", 5)
 SIZES = [(4096, 4096), (1024, 4096), (12288, 4096), (768, 2048), (7168, 18432), (128, 4096)]
-
-
 STEEP = ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630), (3.2866, -2.4647, 0.5074))
 """CANS as published, without a margin: each step ends where the next begins to diverge."""
 BY_SIZE = [(512, 1, "plain"), (512, 16, "triton"), (1024, 1, "plain"), (2048, 4, "triton"), (4096, 1, "triton")]
